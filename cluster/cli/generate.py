@@ -1,0 +1,144 @@
+"""``pdserve generate``: one request to a running cluster."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+
+from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect, fail, failed_call
+from cluster.timeline import Answer, timeline_table
+from protos import generation_pb2, generation_pb2_grpc
+
+
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; read from standard input if it is left out or is -.")
+    ] = None,
+    address: Annotated[str, typer.Option(help="HOST:PORT of a running cluster.")] = DEFAULT_ADDRESS,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message; use the chat template.")] = False,
+    system: Annotated[str | None, typer.Option(help="System message before it; only with --chat.")] = None,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="The prompt is token ids, separated by spaces or commas.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="Refuse to run on another model than this.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens this much less likely than the likeliest.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeat a sampled answer; drawn by the cluster if unset.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
+    request_id: Annotated[str, typer.Option(help="Name of the request; made by the cluster if unset.")] = "",
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the whole answer may take.")] = 600.0,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went, on standard error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end; do not stream.")] = False,
+) -> None:
+    """Generate text on a running cluster and stream it to the terminal.
+
+    Exit codes: 0 done, 1 failed or nobody answers, 2 a bad flag or request, 75 try again later, 130 interrupted.
+
+    Examples:
+
+      pdserve generate --chat "Why is the sky blue?"
+
+      cat essay.txt | pdserve generate --max-tokens 200 --temperature 0
+
+      pdserve generate --token-ids "504 3575 282" --json --address 127.0.0.1:50051
+    """
+    if system is not None and not chat:
+        raise fail("--system needs --chat: only a chat has a system message", EXIT_USAGE)
+    if chat and token_ids:
+        raise fail("--chat and --token-ids exclude each other", EXIT_USAGE)
+    sampling = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "min_tokens": min_tokens,
+    }
+    request = generation_pb2.GenerateRequest(request_id=request_id, model=model)
+    _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
+    try:
+        request.sampling.MergeFrom(
+            generation_pb2.Sampling(
+                stop=stop or [],
+                stop_token_ids=stop_token or [],
+                ignore_eos=ignore_eos,
+                **{name: value for name, value in sampling.items() if value is not None},  # type: ignore[arg-type]
+            )
+        )
+    except (ValueError, TypeError) as error:
+        raise fail(f"a sampling flag is out of range: {error}", EXIT_USAGE) from error
+    with connect(address) as channel:
+        answer = _stream(channel, request, address, timeout=timeout, echo=not as_json)
+    if as_json:
+        print(json.dumps({**answer.to_dict(), "token_ids": answer.token_ids}, indent=2))
+    if timeline:
+        Console(stderr=True).print(timeline_table([answer]))
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin.isatty():
+        typer.echo("prompt (end with Ctrl-D):", err=True)
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise fail(f"standard input is not text: {error}", EXIT_USAGE) from error
+
+
+def _set_input(
+    request: generation_pb2.GenerateRequest, prompt: str, *, chat: bool, system: str | None, token_ids: bool
+) -> None:
+    if chat:
+        if system is not None:
+            request.chat.messages.add(role="system", content=system)
+        request.chat.messages.add(role="user", content=prompt)
+    elif token_ids:
+        try:
+            request.token_ids.ids.extend(int(word) for word in re.split(r"[\s,]+", prompt.strip()) if word)
+        except ValueError as error:
+            raise fail(f"--token-ids: {error}; allowed: numbers from 0 up, as in '504, 3575'", EXIT_USAGE) from error
+        request.token_ids.SetInParent()
+    else:
+        request.prompt = prompt
+
+
+def _stream(
+    channel: grpc.Channel, request: generation_pb2.GenerateRequest, address: str, *, timeout: float, echo: bool
+) -> Answer:
+    answer = Answer("request")
+    call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout)
+    try:
+        for event in call:
+            answer.add(event)
+            if echo:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+    except grpc.RpcError as error:
+        if echo and answer.text:
+            sys.stdout.write("\n")
+        raise failed_call(error, address) from error
+    except KeyboardInterrupt:
+        call.cancel()
+        raise fail("interrupted; the request is cancelled", EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        call.cancel()
+        raise
+    if answer.end is None:
+        raise fail(f"{address} ended the stream before the answer was complete")
+    if echo:
+        sys.stdout.write("\n")
+    return answer

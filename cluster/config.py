@@ -1,0 +1,365 @@
+"""The configuration of a whole cluster: one validated tree, from YAML and flags.
+
+`cluster.config_file.load_config` reads it, `ClusterConfig.worker_configs` and `ClusterConfig.router_config` turn
+it into the frozen dataclasses that the other parts know. Every key is described where it is declared;
+``pdserve config --explain`` prints those descriptions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+from cluster.cores import CorePlan, plan_cores
+from pdcore.config import EngineConfig, RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from pdcore.errors import ConfigError, ModelError
+from pdcore.types import KvGeometry, Role
+
+ByteCount = Annotated[ByteSize, Field(ge=1)]
+Cores = Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...]
+Dtype = Literal["float32", "bfloat16", "float16"]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A mapping of the file: unknown keys are errors, values are not converted behind the user's back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class SchedulerSection(Section):
+    """How an engine composes its steps."""
+
+    max_num_batched_tokens: int = Field(default=512, ge=1, description="token budget of one engine step")
+    max_num_seqs: int = Field(default=64, ge=1, description="sequences in one step at most")
+    prefill_chunk_tokens: int = Field(
+        default=512, ge=1, description="prompt tokens of one sequence in one step at most"
+    )
+
+
+class PoolSection(Section):
+    """One pool of equal workers."""
+
+    workers: int = Field(default=0, ge=0, le=1024, description="how many workers the pool has")
+    threads: Literal["auto"] | PositiveInt = Field(
+        default="auto",
+        description="compute threads of each worker's engine; auto shares out the cores of a one-node cluster, and "
+        "takes all of the worker's own node otherwise",
+    )
+    cpu_affinity: Cores = Field(
+        default="auto",
+        description="cores of the engine threads, e.g. [0, 1]; [] leaves them free; auto keeps the prefill and the "
+        "decode pool on cores of their own where one node has enough of them",
+    )
+    block_size: Literal[8, 16, 32, 64] = Field(default=16, description="tokens per KV block")
+    kv_memory: ByteCount = Field(
+        default=ByteSize(1 << 30), description="memory of each worker's KV pool, e.g. 512MiB or 2GiB"
+    )
+    num_blocks: PositiveInt | None = Field(
+        default=None, description="size of each worker's KV pool in blocks, not in memory"
+    )
+    num_cpus: float = Field(
+        default=0, ge=0, description="CPUs that Ray sets aside for each worker; 0 lets it run beside others"
+    )
+    scheduler: SchedulerSection = Field(default=SchedulerSection(), description="how steps are composed")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> PoolSection:
+        if self.num_blocks is not None and "kv_memory" in self.model_fields_set:
+            raise ValueError("either kv_memory or num_blocks, not both")
+        return self
+
+
+class TransferSection(Section):
+    """How KV travels from prefill to decode workers."""
+
+    codec: Literal["auto", "raw", "bexp-zstd", "zstd"] = Field(
+        default="auto",
+        description="how KV is packed, always lossless; auto: bexp-zstd for 16-bit caches, raw for float32",
+    )
+    transport: Literal["grpc"] = Field(default="grpc", description="how frames travel")
+    message_bytes: ByteCount = Field(default=ByteSize(256 << 10), description="size of one transport message, about")
+    frame_tokens: int = Field(default=256, ge=1, le=256, description="tokens per frame at most")
+    frame_bytes: ByteCount = Field(
+        default=ByteSize(256 << 10), description="layers are grouped until a frame has about this many raw bytes"
+    )
+    credit_bytes: ByteCount = Field(
+        default=ByteSize(8 << 20), description="unacknowledged bytes per connection; bounds the receiver's memory"
+    )
+    lease_s: PositiveFloat = Field(default=10.0, description="seconds without renewal until a ticket expires")
+    send_timeout_s: PositiveFloat = Field(default=5.0, description="seconds without progress until a send fails")
+    max_reserved_fraction: float = Field(
+        default=0.5, gt=0, le=1, description="share of a decode worker's KV pool that waiting transfers may hold"
+    )
+    max_frame_retries: int = Field(default=2, ge=0, description="how often a damaged frame is sent again")
+    receive_threads: int = Field(default=1, ge=1, description="threads that unpack received KV, per decode worker")
+    cpu_affinity: Cores = Field(
+        default="auto",
+        description="cores of the transfer threads; [] leaves them free; auto keeps them off the decode engines",
+    )
+
+
+class RouterSection(Section):
+    """The public end."""
+
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
+    )
+    grpc_port: int = Field(default=50051, ge=0, le=65535, description="public gRPC port; 0 picks a free one")
+    max_queue: int = Field(default=256, ge=1, description="requests that may wait for a worker; more are shed")
+    token_window: int = Field(
+        default=64, ge=1, description="tokens per request that the client has not taken yet, at most"
+    )
+    max_queued_prefill_tokens: int = Field(
+        default=1024, ge=1, description="prompt tokens that one worker may hold queued, about two steps"
+    )
+    max_running_per_worker: int = Field(default=64, ge=1, description="requests on one decode worker at most")
+    max_replays: int = Field(default=3, ge=0, description="how often a request is run again after its worker died")
+    client_stall_timeout_s: PositiveFloat = Field(
+        default=120.0, description="seconds without the client taking a token until its request is cancelled"
+    )
+    max_message_bytes: Annotated[ByteSize, Field(ge=65536)] = Field(
+        default=ByteSize(16 << 20), description="gRPC message limit, both ways"
+    )
+
+
+class RaySection(Section):
+    """Where the workers run."""
+
+    address: str = Field(
+        default="local",
+        min_length=1,
+        description="local: start a Ray and end it again; auto: join the one that runs here; or host:port",
+    )
+    worker_host: str = Field(
+        default="auto",
+        min_length=1,
+        description="address that workers and the controller listen on and announce; auto: 127.0.0.1 while Ray has "
+        "one node, the node's own address otherwise",
+    )
+
+
+class ClusterConfig(Section):
+    """The whole cluster."""
+
+    name: str = Field(
+        default="pdserve",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="name of the cluster: its Ray namespace; one cluster of a name runs in one Ray",
+    )
+    model: str = Field(
+        default="smollm2-135m",
+        min_length=1,
+        description="short name (see `pdserve models`), Hugging Face folder, GGUF file, or hub id",
+    )
+    served_name: str | None = Field(
+        default=None, min_length=1, description="the model's name for clients; default: its own"
+    )
+    dtype: Dtype = Field(default="bfloat16", description="type of weights, arithmetic and KV cache")
+    device: Literal["cpu"] = Field(default="cpu", description="where the model runs")
+    max_model_len: PositiveInt | None = Field(
+        default=None, description="prompt and output tokens of one request; default: the model's own limit"
+    )
+    prefill: PoolSection = Field(default=PoolSection(workers=1), description="workers that compute prompts")
+    decode: PoolSection = Field(
+        default=PoolSection(workers=1), description="workers that generate from transferred KV"
+    )
+    aggregated: PoolSection = Field(default=PoolSection(), description="workers that do both by themselves")
+    transfer: TransferSection = Field(default=TransferSection(), description="how KV travels")
+    router: RouterSection = Field(default=RouterSection(), description="the public end")
+    ray: RaySection = Field(default=RaySection(), description="where the workers run")
+    heartbeat_s: PositiveFloat = Field(default=0.5, description="seconds between heartbeats inside the cluster")
+    dead_after_s: PositiveFloat = Field(
+        default=3.0, description="silence that counts as death; at least two heartbeats"
+    )
+    start_timeout_s: PositiveFloat = Field(default=180.0, description="seconds that all workers get to become ready")
+    drain_timeout_s: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
+    )
+
+    def pool(self, role: Role) -> PoolSection:
+        """The section of one pool."""
+        pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.AGGREGATED: self.aggregated}
+        return pools[role]
+
+    def worker_configs(
+        self,
+        *,
+        model_path: Path,
+        served_name: str,
+        controller: str,
+        host: str,
+        cores: Sequence[int] | None,
+    ) -> list[WorkerConfig]:
+        """Make the configuration of every worker of every pool.
+
+        Args:
+            model_path: the resolved model folder.
+            served_name: what clients call the model, unless the file says otherwise.
+            controller: ``host:port`` of the membership service.
+            host: what workers listen on and announce.
+            cores: core numbers to share out if all workers run on one node; None if they do not.
+
+        Raises:
+            ConfigError: a combination of values does not fit; the key is given as in the file.
+        """
+        sizes = {role: self._num_blocks(role, model_path) for role in Role}
+        counts = {role: self.pool(role).workers for role in Role}
+        plans = plan_cores(cores, counts)
+        configs = []
+        for role in Role:
+            for index in range(counts[role]):
+                worker_id = f"{role}-{index}"
+                configs.append(
+                    self._worker_config(
+                        worker_id,
+                        role,
+                        plan=plans[worker_id],
+                        num_blocks=sizes[role],
+                        model_path=str(model_path),
+                        served_name=self.served_name or served_name,
+                        controller=controller,
+                        host=host,
+                    )
+                )
+        return configs
+
+    def router_config(self, *, model_path: Path, served_name: str, controller: str) -> RouterConfig:
+        """Make the router's configuration. Arguments and errors as for `worker_configs`."""
+        section = self.router
+        return RouterConfig(
+            router_id=f"{self.name}-router",
+            model_path=str(model_path),
+            served_name=self.served_name or served_name,
+            controller=controller,
+            host=section.host,
+            grpc_port=section.grpc_port,
+            max_queue=section.max_queue,
+            token_window=section.token_window,
+            max_queued_prefill_tokens=section.max_queued_prefill_tokens,
+            max_running_per_worker=section.max_running_per_worker,
+            max_replays=section.max_replays,
+            client_stall_timeout_s=section.client_stall_timeout_s,
+            heartbeat_s=self.heartbeat_s,
+            dead_after_s=self.dead_after_s,
+            max_message_bytes=int(section.max_message_bytes),
+            drain_timeout_s=self.drain_timeout_s,
+        )
+
+    def check(self) -> None:
+        """Raise ConfigError if values that are fine one by one do not fit together."""
+        counts = {role: self.pool(role).workers for role in Role}
+        if not counts[Role.AGGREGATED] and not (counts[Role.PREFILL] and counts[Role.DECODE]):
+            key, other = ("prefill", "decode") if not counts[Role.PREFILL] else ("decode", "prefill")
+            raise ConfigError(
+                f"{key}.workers",
+                0,
+                f"at least 1 beside {counts[Role(other)]} {other} workers, or at least 1 aggregated worker",
+            )
+        if self.dtype == "float32" and self.transfer.codec == "bexp-zstd":
+            raise ConfigError("transfer.codec", "bexp-zstd", "auto, raw or zstd while dtype is float32")
+        if self.dead_after_s < 2 * self.heartbeat_s:
+            raise ConfigError("dead_after_s", self.dead_after_s, f"at least twice heartbeat_s ({self.heartbeat_s})")
+        plan = CorePlan(0, (), ())
+        for role in Role:
+            self._worker_config(
+                f"{role}-0", role, plan=plan, num_blocks=1, model_path="", served_name="", controller="", host=""
+            )
+        self.router_config(model_path=Path(), served_name="", controller="")
+
+    def _worker_config(
+        self,
+        worker_id: str,
+        role: Role,
+        *,
+        plan: CorePlan,
+        num_blocks: int,
+        model_path: str,
+        served_name: str,
+        controller: str,
+        host: str,
+    ) -> WorkerConfig:
+        pool = self.pool(role)
+        try:
+            scheduler = SchedulerConfig(**pool.scheduler.model_dump())
+        except ConfigError as error:
+            raise ConfigError(f"{role}.{error.key}", error.value, error.allowed) from error
+        return WorkerConfig(
+            worker_id=worker_id,
+            role=role,
+            engine=EngineConfig(
+                model_path=model_path,
+                served_name=served_name,
+                device=self.device,
+                dtype=self.dtype,
+                block_size=pool.block_size,
+                num_blocks=num_blocks,
+                max_model_len=self.max_model_len,
+                threads=plan.threads if pool.threads == "auto" else pool.threads,
+                cpu_affinity=plan.engine if pool.cpu_affinity == "auto" else pool.cpu_affinity,
+                scheduler=scheduler,
+            ),
+            transfer=self._transfer_config(plan),
+            host=host,
+            controller=controller,
+            heartbeat_s=self.heartbeat_s,
+            dead_after_s=self.dead_after_s,
+            drain_timeout_s=self.drain_timeout_s,
+        )
+
+    def _transfer_config(self, plan: CorePlan) -> TransferConfig:
+        section = self.transfer
+        codec: str = section.codec
+        if codec == "auto":
+            codec = "raw" if self.dtype == "float32" else "bexp-zstd"
+        return TransferConfig(
+            codec=codec,
+            transport=section.transport,
+            message_bytes=int(section.message_bytes),
+            frame_tokens=section.frame_tokens,
+            frame_bytes=int(section.frame_bytes),
+            credit_bytes=int(section.credit_bytes),
+            lease_s=section.lease_s,
+            send_timeout_s=section.send_timeout_s,
+            max_reserved_fraction=section.max_reserved_fraction,
+            max_frame_retries=section.max_frame_retries,
+            receive_threads=section.receive_threads,
+            cpu_affinity=plan.transfer if section.cpu_affinity == "auto" else section.cpu_affinity,
+        )
+
+    def _num_blocks(self, role: Role, model_path: Path) -> int:
+        pool = self.pool(role)
+        if pool.num_blocks is not None:
+            return pool.num_blocks
+        block_bytes = pool.block_size * kv_bytes_per_token(model_path, self.dtype)
+        if pool.kv_memory < block_bytes:
+            raise ConfigError(f"{role}.kv_memory", int(pool.kv_memory), f"at least one block: {block_bytes} bytes")
+        return int(pool.kv_memory) // block_bytes
+
+
+def kv_bytes_per_token(model_path: Path, dtype: str) -> int:
+    """Bytes of K and V that one token takes over all layers, from the model folder's ``config.json``.
+
+    Raises:
+        ModelError: the file cannot be read or lacks the shape.
+    """
+    try:
+        shape = json.loads((model_path / "config.json").read_text())
+        heads = shape["num_attention_heads"]
+        geometry = KvGeometry(
+            model_digest="",
+            num_layers=shape["num_hidden_layers"],
+            num_kv_heads=shape.get("num_key_value_heads") or heads,
+            head_dim=shape.get("head_dim") or shape["hidden_size"] // heads,
+            dtype=dtype,
+            block_size=1,
+            num_blocks=1,
+        )
+        return geometry.bytes_per_token
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{model_path / 'config.json'} does not give the model's shape: {error!r}") from error

@@ -1,0 +1,181 @@
+"""Reading and writing the configuration: YAML and flags in, YAML out, errors in the user's terms."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import ByteSize, ValidationError
+
+from cluster.config import ClusterConfig, Section
+from pdcore.errors import ConfigError
+
+
+def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
+    """Read the cluster's configuration.
+
+    Args:
+        path: a YAML file, or None for the defaults alone.
+        overrides: values that win over the file, by dotted key, e.g. ``{"router.grpc_port": 0}``.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong; names the key's path, the value, and what
+            is allowed.
+    """
+    tree = _read_yaml(path) if path is not None else {}
+    for key, value in (overrides or {}).items():
+        _set(tree, key, value)
+    try:
+        # By way of JSON, where pydantic's strict mode takes lists for tuples, but no "7" and no true for a number.
+        config = ClusterConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise _config_error(error) from error
+    config.check()
+    return config
+
+
+def to_yaml(config: ClusterConfig, *, explain: bool = False) -> str:
+    """The configuration with every default filled in, as YAML that `load_config` reads back to the same.
+
+    With `explain`, each key is preceded by a comment that says what it does.
+    """
+    lines: list[str] = []
+    _write_section(config, lines, "", explain)
+    return "\n".join(lines) + "\n"
+
+
+def _write_section(section: Section, lines: list[str], indent: str, explain: bool) -> None:
+    for key, info in type(section).model_fields.items():
+        value = getattr(section, key)
+        if key == "kv_memory" and getattr(section, "num_blocks", None) is not None:
+            continue
+        if explain and info.description:
+            lines.append(f"{indent}# {info.description}")
+        if isinstance(value, Section):
+            lines.append(f"{indent}{key}:")
+            _write_section(value, lines, indent + "  ", explain)
+            continue
+        lines.append(f"{indent}{key}: {_scalar(value)}")
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, ByteSize):
+        return _size(int(value))
+    plain = list(value) if isinstance(value, tuple) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+
+
+def _size(count: int) -> str:
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count % (1 << shift) == 0:
+            return f"{count >> shift}{unit}"
+    return str(count)
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML lets the last of two equal keys win in silence; here a repeated key is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise ConfigError(str(key), key, f"a key that is a string (line {key_node.start_mark.line + 1})")
+            if key in seen:
+                raise ConfigError(key, "given twice", f"each key once (again in line {key_node.start_mark.line + 1})")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.load(text, Loader=_UniqueKeyLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--config", str(path), f"a readable UTF-8 file ({error})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError("--config", str(path), f"valid YAML ({' '.join(str(error).split())})") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError("--config", str(path), "a file with a mapping of keys at its top")
+    return tree
+
+
+def _set(tree: dict[str, object], dotted: str, value: object) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        child = tree.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(parent, child, f"a mapping of keys, since {dotted} is set")
+        tree = child
+    tree[last] = value
+
+
+def _config_error(error: ValidationError) -> ConfigError:
+    """Put the first of pydantic's findings into our words. Unknown keys go first: they explain missing ones."""
+    findings = error.errors(include_url=False)
+    finding = next((item for item in findings if item["type"] == "extra_forbidden"), findings[0])
+    path = _key_path(finding["loc"])
+    key = ".".join(path) or "(top)"
+    if finding["type"] == "extra_forbidden":
+        known = list(_section_at(path[:-1]).model_fields)
+        return ConfigError(key, finding["input"], f"one of the keys {', '.join(known)}{_suggest(path[-1], known)}")
+    # A value of a union has one finding for each branch: what is allowed is any of them.
+    same = [item for item in findings if _key_path(item["loc"]) == path]
+    allowed = " or ".join(dict.fromkeys(_allowed(item) for item in same))
+    expected = [item["ctx"]["expected"] for item in same if item["type"] == "literal_error"]
+    names = [name.strip(" '") for text in expected for name in text.replace(" or ", ",").split(",")]
+    return ConfigError(key, finding["input"], allowed + _suggest(finding["input"], names))
+
+
+_ALLOWED = {
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "tuple_type": "a list of core numbers",
+    "byte_size": "a size such as 512MiB",
+    "byte_size_unit": "a size such as 512MiB",
+}
+
+
+def _allowed(finding: Any) -> str:
+    if finding["type"] in _ALLOWED:
+        return _ALLOWED[finding["type"]]
+    message: str = finding["msg"]
+    for prefix in ("Input should be ", "Value error, ", "String should "):
+        message = message.removeprefix(prefix)
+    return message
+
+
+def _key_path(loc: Sequence[int | str]) -> list[str]:
+    """The keys of the file in a pydantic location, without the names of union branches."""
+    path: list[str] = []
+    section: type[Section] | None = ClusterConfig
+    for part in loc:
+        if section is None:
+            break
+        path.append(str(part))
+        section = _child(section, str(part))
+    return path
+
+
+def _section_at(path: Sequence[str]) -> type[Section]:
+    section: type[Section] = ClusterConfig
+    for part in path:
+        section = _child(section, part) or section
+    return section
+
+
+def _child(section: type[Section], key: str) -> type[Section] | None:
+    info = section.model_fields.get(key)
+    kinds = [] if info is None else [info.annotation, *get_args(info.annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _suggest(value: object, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(value), names, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

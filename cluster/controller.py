@@ -1,0 +1,174 @@
+"""The life of a cluster: Ray, membership, worker pools and the router, from nothing to drained."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import grpc
+
+from cluster.config import ClusterConfig
+from cluster.membership import MembershipServer
+from cluster.pools import WorkerPools
+from cluster.ray_session import RaySession
+from pdcore.errors import PdserveError
+from protos import admin_pb2, admin_pb2_grpc, membership_pb2
+from router.service import RouterServer
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 30.0  # the router's sessions with workers that already serve
+
+
+class ClusterController:
+    """Starts a whole cluster, keeps its workers alive, and ends it.
+
+    ::
+
+        start() ---> serving ---> drain() ---> stop()
+           '------ failed -------------------> stop()
+
+    `stop` ends whatever was started, at any point, and must always be called.
+
+    Args:
+        config: the cluster's configuration.
+        report: told, in one line each, what a person at the terminal wants to know.
+        log_to_driver: print what the workers log.
+    """
+
+    def __init__(self, config: ClusterConfig, report: Callable[[str], None], *, log_to_driver: bool = True) -> None:
+        self.config = config
+        self.address = ""  # of the router
+        self._report = report
+        self._log_to_driver = log_to_driver
+        self._session: RaySession | None = None
+        self._membership: MembershipServer | None = None
+        self._pools: WorkerPools | None = None
+        self._router: RouterServer | None = None
+
+    async def start(self) -> None:
+        """Start everything; returns once the router is connected to every worker.
+
+        Raises:
+            PdserveError: something cannot be started within its bound; says what and why.
+        """
+        config = self.config
+        self._report(f"resolving model {config.model}")
+        path, name = await asyncio.to_thread(_resolve, config.model, self._report)
+        started = time.monotonic()
+        self._report(
+            "starting a local Ray" if config.ray.address == "local" else f"joining Ray at {config.ray.address}"
+        )
+        opening = asyncio.ensure_future(asyncio.to_thread(RaySession.open, config, log_to_driver=self._log_to_driver))
+        try:
+            session = await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            self._session = await opening  # cannot be interrupted; `stop` must find it
+            raise
+        self._session = session
+        self._report(f"Ray is up ({time.monotonic() - started:.1f} s)")
+        host = self._internal_host(session)
+        self._membership = MembershipServer(host, dead_after_s=config.dead_after_s)
+        await self._membership.start()
+        configs = config.worker_configs(
+            model_path=path,
+            served_name=name,
+            controller=self._membership.address,
+            host=host,
+            cores=sorted(os.sched_getaffinity(0)) if session.one_node else None,
+        )
+        self._pools = WorkerPools(configs, config, session, self._report)
+        await self._pools.start(config.start_timeout_s)
+        router = RouterServer(
+            config.router_config(model_path=path, served_name=name, controller=self._membership.address)
+        )
+        self._router = router
+        await router.start()
+        self.address = router.address
+        await self._wait_connected(len(configs))
+
+    def members(self) -> membership_pb2.MemberList:
+        """The workers that are registered now."""
+        assert self._membership is not None, "not started"
+        return self._membership.members()
+
+    async def drain(self) -> bool:
+        """Take nothing new, let running requests finish. False if some did not within ``drain_timeout_s``."""
+        timeout_s = self.config.drain_timeout_s
+        drained = True
+        if self._router is not None:
+            self._report(f"draining: running requests get {timeout_s:g} s")
+            drained = bool(await self._router.drain(timeout_s))
+            if not drained:
+                self._report("some requests did not finish in time and are cut off")
+        if self._pools is not None:
+            drained = await self._pools.drain(timeout_s if drained else 0.0) and drained
+        return drained
+
+    async def stop(self) -> None:
+        """End everything that was started; every part has its turn though another fails. Idempotent."""
+        if self._router is not None:
+            await _attempt("the router", self._router.stop())
+            self._router = None
+        if self._pools is not None:
+            await _attempt("the workers", self._pools.stop())
+            self._pools = None
+        if self._membership is not None:
+            await _attempt("the membership service", self._membership.stop())
+            self._membership = None
+        if self._session is not None:
+            await _attempt("Ray", asyncio.to_thread(self._session.close))
+            self._session = None
+
+    def _internal_host(self, session: RaySession) -> str:
+        host = self.config.ray.worker_host
+        if host != "auto":
+            return host
+        return "127.0.0.1" if session.one_node else session.node_address
+
+    async def _wait_connected(self, count: int) -> None:
+        """Ask the router, as any client may, until it has a session with each of `count` workers."""
+        deadline = time.monotonic() + _CONNECT_S
+        async with grpc.aio.insecure_channel(_reachable(self.address)) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)
+            while True:
+                try:
+                    status = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
+                except grpc.aio.AioRpcError as error:
+                    raise PdserveError(f"the router does not answer at {self.address}: {error.details()}") from error
+                connected = [worker for worker in status.workers if worker.connected]
+                if len(connected) >= count:
+                    return
+                if time.monotonic() >= deadline:
+                    problems = "; ".join(
+                        f"{worker.worker.worker_id}: {worker.problem}" for worker in status.workers if worker.problem
+                    )
+                    raise PdserveError(
+                        f"the router is connected to {len(connected)} of {count} workers after {_CONNECT_S:g} s"
+                        + (f" ({problems})" if problems else "")
+                    )
+                await asyncio.sleep(0.05)
+
+
+def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str]:
+    from engine.model_store import resolve_model  # may bring torch, when it has to convert
+
+    resolved = resolve_model(model, progress=report)
+    return resolved.path, resolved.served_name
+
+
+def _reachable(address: str) -> str:
+    """`address` as something to connect to: a wildcard address can be listened on only."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
+
+
+async def _attempt(what: str, ending: Awaitable[object]) -> None:
+    try:
+        await ending
+    except Exception:  # one part's failure must not leave the others running
+        logger.exception("could not end %s", what)

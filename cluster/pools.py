@@ -1,0 +1,237 @@
+"""The worker pools as Ray actors: started, watched, started again after a death, drained, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from cluster.config import ClusterConfig
+from cluster.ray_session import RaySession
+from decode_worker.actor import DecodeActor
+from pdcore.config import WorkerConfig
+from pdcore.errors import ConfigError, PdserveError
+from pdcore.types import Role
+from prefill_worker.actor import PrefillActor
+from worker.hosted import HostedInfo
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 10.0  # one call of the death watch
+_STOP_S = 15.0  # a worker's own stop, and then its process's end
+_RESTART_S = 120.0  # Ray's restart of one worker, model loading included
+_MAX_BACKOFF_S = 30.0
+
+
+class WorkerActor:
+    """One worker's actor over all of its lives.
+
+    ::
+
+        create() -> ready() -> watch() --process died--> [Ray restarts it] -> ready() ...
+                        '- cannot start, or is gone for good: create() again after a pause
+
+    The actor belongs to this process and ends with it: a worker whose controller and router are gone can serve
+    nobody, and would keep its memory for ever.
+    """
+
+    def __init__(self, config: WorkerConfig, cluster: ClusterConfig, session: RaySession) -> None:
+        self.config = config
+        self.worker_id = config.worker_id
+        self._cluster = cluster
+        self._session = session
+        self._handle: Any = None
+
+    @property
+    def resource(self) -> str | None:
+        """The custom resource that pins this worker to its pool; None if the cluster has no such thing."""
+        name = self.config.role.value
+        return name if self._session.resources.get(name) else None
+
+    def create(self) -> None:
+        """Ask Ray for the actor; returns at once.
+
+        Raises:
+            ConfigError: another cluster of the same name runs in this Ray.
+        """
+        shell: Any = PrefillActor if self.config.role is Role.PREFILL else DecodeActor
+        use_node_address = self._cluster.ray.worker_host == "auto" and not self._session.one_node
+        try:
+            self._handle = shell.options(
+                name=self.worker_id,
+                num_cpus=self._cluster.pool(self.config.role).num_cpus,
+                resources={self.resource: 1} if self.resource else None,
+                max_restarts=-1,
+            ).remote(self.config, self._cluster.model, use_node_address)
+        except ValueError as error:
+            raise ConfigError(
+                "name", self._cluster.name, f"a name that no cluster in this Ray has yet ({error})"
+            ) from error
+
+    async def ready(self, timeout_s: float) -> HostedInfo:
+        """Wait until the worker serves and is registered.
+
+        Raises:
+            PdserveError: it cannot start; says why.
+            TimeoutError: it has not within `timeout_s`.
+        """
+        try:
+            info: HostedInfo = await asyncio.wait_for(_result(self._handle.info.remote()), timeout_s)
+        except RayError as error:
+            raise PdserveError(f"{self.worker_id} cannot start: {_cause(error)}") from error
+        return info
+
+    async def watch(self) -> str:
+        """Wait for the worker's process to die; returns Ray's words for it. Noticed within milliseconds."""
+        while True:
+            try:
+                await _result(self._handle.wait_end.remote(_WATCH_S))
+            except RayError as error:
+                return _cause(error)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let the worker finish what it has; False if it did not within `timeout_s` or is dead."""
+        try:
+            drained: bool = await asyncio.wait_for(_result(self._handle.drain.remote(timeout_s)), timeout_s + 5.0)
+        except (RayError, TimeoutError) as error:
+            logger.warning("%s did not drain: %r", self.worker_id, error)
+            return False
+        return drained
+
+    async def stop(self) -> None:
+        """End the worker and its process, by force if it must be. Never raises for a worker that is dead."""
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        try:
+            await asyncio.wait_for(_result(handle.stop.remote()), _STOP_S)
+            handle.__ray_terminate__.remote()
+            # Pending calls fail when the process is gone.
+            await asyncio.wait_for(_result(handle.wait_end.remote(_STOP_S)), _STOP_S)
+        except RayActorError:
+            return
+        except (RayError, TimeoutError) as error:
+            logger.warning("%s did not stop by itself: %r", self.worker_id, error)
+        ray.kill(handle, no_restart=True)
+
+
+class WorkerPools:
+    """All workers of a cluster.
+
+    Args:
+        report: told, in one line each, what a person at the terminal wants to know.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[WorkerConfig],
+        cluster: ClusterConfig,
+        session: RaySession,
+        report: Callable[[str], None],
+    ) -> None:
+        self.workers = [WorkerActor(config, cluster, session) for config in configs]
+        self._cluster = cluster
+        self._session = session
+        self._report = report
+        self._keepers: list[asyncio.Task[None]] = []
+
+    async def start(self, timeout_s: float) -> None:
+        """Start every worker and wait until all serve.
+
+        Raises:
+            PdserveError: one cannot start, or is not ready within `timeout_s`; the rest are left to `stop`.
+        """
+        started = time.monotonic()
+        for worker in self.workers:
+            worker.create()
+        waiting = {asyncio.ensure_future(worker.ready(timeout_s)): worker for worker in self.workers}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
+                elapsed = time.monotonic() - started
+                for task in done:
+                    worker = waiting.pop(task)
+                    info = await _or_timeout(task, worker, timeout_s, self._shortage())
+                    self._report(f"{worker.worker_id} is ready at {info.address} (pid {info.pid}, {elapsed:.1f} s)")
+                if not done:
+                    names = ", ".join(sorted(worker.worker_id for worker in waiting.values()))
+                    self._report(f"waiting for {names} ({elapsed:.0f} s){self._shortage()}")
+        finally:
+            for task in waiting:
+                task.cancel()
+        self._keepers = [asyncio.ensure_future(self._keep(worker)) for worker in self.workers]
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let every worker finish what it has, all at once. Deaths are no longer mended from here on."""
+        await self._end_keepers()
+        return all(await asyncio.gather(*(worker.drain(timeout_s) for worker in self.workers)))
+
+    async def stop(self) -> None:
+        """End every worker. Idempotent."""
+        await self._end_keepers()
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+
+    async def _end_keepers(self) -> None:
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, worker: WorkerActor) -> None:
+        """Report a worker's deaths and returns; replace an actor that Ray has given up."""
+        backoff = 1.0
+        while True:
+            problem = await worker.watch()
+            self._report(f"{worker.worker_id} died: {problem}")
+            while True:
+                try:
+                    info = await worker.ready(_RESTART_S)
+                    break
+                except (PdserveError, TimeoutError) as error:
+                    self._report(f"{worker.worker_id} is not back, next try in {backoff:.0f} s: {error}")
+                    await worker.stop()
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, _MAX_BACKOFF_S)
+                    worker.create()
+            backoff = 1.0
+            self._report(f"{worker.worker_id} is back at {info.address} (pid {info.pid})")
+
+    def _shortage(self) -> str:
+        """Which custom resources the cluster has too few of for all workers; empty if it has enough."""
+        short = []
+        for role in Role:
+            wanted = self._cluster.pool(role).workers
+            offered = self._session.resources.get(role.value, 0)
+            if 0 < offered < wanted:
+                short.append(
+                    f"{wanted} {role.value} workers need {wanted} of Ray's resource {role.value!r}, "
+                    f"the cluster offers {offered:g}"
+                )
+        return f"; {'; '.join(short)}" if short else ""
+
+
+async def _or_timeout(
+    task: asyncio.Future[HostedInfo], worker: WorkerActor, timeout_s: float, why: str
+) -> HostedInfo:
+    try:
+        return await task
+    except TimeoutError as error:
+        raise PdserveError(f"{worker.worker_id} is not ready after {timeout_s:g} s{why}") from error
+
+
+async def _result(ref: Any) -> Any:
+    return await asyncio.wrap_future(ref.future())
+
+
+def _cause(error: RayError) -> str:
+    """The line of a Ray error that says what happened; the rest is a traceback of Ray's own calls."""
+    cause = error.cause if hasattr(error, "cause") else None
+    if cause is not None:
+        return str(cause)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else repr(error)

@@ -1,0 +1,136 @@
+"""Where a request's time went, for people (a table) and for programs (a dictionary)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from protos import generation_pb2
+
+_REASONS = {
+    generation_pb2.FINISH_REASON_UNSPECIFIED: "error",
+    generation_pb2.FINISH_REASON_STOP: "stop",
+    generation_pb2.FINISH_REASON_LENGTH: "length",
+    generation_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}
+
+
+@dataclass
+class Answer:
+    """One request's answer as it comes in, event by event. `end` is set once it is complete."""
+
+    name: str
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    end: generation_pb2.End | None = None
+
+    def add(self, event: generation_pb2.GenerateEvent) -> None:
+        """Take one event of the stream."""
+        self.text += event.text
+        self.token_ids.extend(event.token_ids)
+        if event.HasField("end"):
+            self.end = event.end
+
+    def to_dict(self) -> dict[str, object]:
+        """The finished request as plain data. Milliseconds; bytes as the receiver counted them."""
+        assert self.end is not None, self.name
+        timeline, kv = self.end.timeline, self.end.timeline.kv
+        return {
+            "prompt_tokens": self.end.usage.prompt_tokens,
+            "completion_tokens": self.end.usage.completion_tokens,
+            "text": self.text,
+            "ttft_ms": round(timeline.ttft_ms, 3),
+            "tpot_ms": round(timeline.tpot_ms, 3),
+            "finish_reason": _REASONS[self.end.finish_reason],
+            "prefill_worker": timeline.prefill_worker,
+            "decode_worker": timeline.decode_worker,
+            "kv": {
+                "blocks": kv.blocks,
+                "raw_bytes": kv.raw_bytes,
+                "wire_bytes": kv.wire_bytes,
+                "codec": kv.codec,
+                "transport": kv.transport,
+                "seconds": round(kv.seconds, 6),
+            },
+        }
+
+
+def timeline_table(answers: Sequence[Answer]) -> Table:
+    """One column per finished request, one row per stage of its life."""
+    table = Table(title="Timeline", title_justify="left")
+    table.add_column("", style="bold", no_wrap=True)
+    rows = [[label] for label in _LABELS]
+    for answer in answers:
+        table.add_column(answer.name, justify="right", overflow="fold")
+        for row, cell in zip(rows, _cells(answer), strict=True):
+            row.append(cell)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+_LABELS = (
+    "prompt tokens",
+    "output tokens",
+    "queued",
+    "prefill: waited",
+    "prefill: computed",
+    "first token after",
+    "KV blocks",
+    "KV raw",
+    "KV on the wire",
+    "KV ratio",
+    "KV codec, transport",
+    "KV transfer took",
+    "first to second token",
+    "per token",
+    "in all",
+    "finish",
+    "prefill worker",
+    "decode worker",
+    "replays",
+)
+
+
+def _cells(answer: Answer) -> list[str]:
+    assert answer.end is not None, answer.name
+    usage, timeline = answer.end.usage, answer.end.timeline
+    kv = ["-"] * 6
+    if timeline.HasField("kv"):
+        stats = timeline.kv
+        kv = [
+            str(stats.blocks),
+            _bytes(stats.raw_bytes),
+            _bytes(stats.wire_bytes),
+            f"{stats.raw_bytes / stats.wire_bytes:.2f}" if stats.wire_bytes else "-",
+            f"{stats.codec}, {stats.transport}",
+            _ms(stats.seconds * 1000),
+        ]
+    return [
+        str(usage.prompt_tokens),
+        str(usage.completion_tokens),
+        _ms(timeline.queued_ms),
+        _ms(timeline.prefill_queued_ms),
+        _ms(timeline.prefill_ms),
+        _ms(timeline.ttft_ms),
+        *kv,
+        _ms(timeline.second_token_ms),
+        _ms(timeline.tpot_ms),
+        _ms(timeline.total_ms),
+        _REASONS[answer.end.finish_reason],
+        timeline.prefill_worker or "-",
+        timeline.decode_worker or "-",
+        str(timeline.replays),
+    ]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.1f} ms"
+
+
+def _bytes(count: int) -> str:
+    if count >= 1 << 20:
+        return f"{count / (1 << 20):.2f} MiB"
+    return f"{count / 1024:.1f} KiB"

@@ -1,0 +1,166 @@
+"""The decode role: take KV under a ticket, or run a whole request, and report its tokens.
+
+The life of a request here::
+
+    reserve --> TICKET --(verified manifest)--> SEQUENCE --(last token)--> gone
+                  |  '- revoked, expired, sender gone -> failure reported -> gone
+    generate -----|--------------------------> SEQUENCE
+                  '---- abort, in either ----> gone
+
+A ticket's blocks go back to the engine in `on_release` only, which the receiver calls when no scatter is in flight.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from engine.engine import Engine, StepPlan, StepResult
+from engine.sequence import SequenceKind
+from kv_transfer.receiver import KvReceiver
+from pdcore.errors import PdserveError, TicketError
+from pdcore.faults import FaultPoints
+from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
+from worker.events import token_event
+from worker.handler import NoRoom, NotMyRole, Reporter, failed_notice, stats_notice
+
+
+def ticket_owner(key: RequestKey) -> str:
+    """Name under which the engine knows the blocks of a request's ticket."""
+    return f"{key.request_id}#{key.attempt}"
+
+
+class DecodeHandler:
+    """`RoleHandler` of decode and aggregated workers, and the receiver's `TicketHost`. Thread-safe."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        reporter: Reporter,
+        faults: FaultPoints,
+        *,
+        wake: Callable[[], None],
+        address: Callable[[], str],
+        grants: bool,
+    ) -> None:
+        self._engine = engine
+        self._reporter = reporter
+        self._faults = faults
+        self._wake = wake
+        self._address = address
+        self._grants = grants
+        self._lock = threading.RLock()
+        self._requests: dict[RequestKey, RequestSpec] = {}
+        # Blocks reserved and not yet committed or returned, including those of aborted requests.
+        self._tickets: dict[str, RequestKey] = {}
+        self.receiver: KvReceiver | None = None  # set by the worker: the receiver needs its host first
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def prefill(self, router_id: str, spec: RequestSpec, ticket: KvTicket) -> None:
+        raise NotMyRole("a decode worker sends no KV")
+
+    def reserve(self, router_id: str, spec: RequestSpec) -> KvTicket:
+        self._faults.hit("decode.before_reserve")
+        if not self._grants or self.receiver is None:
+            raise NotMyRole("an aggregated worker takes no KV from others")
+        owner = ticket_owner(spec.key)
+        self._engine.validate(spec, SequenceKind.GENERATE)
+        with self._lock:
+            blocks = self._engine.reserve_ticket(owner, len(spec.known_tokens))
+            if blocks is None:
+                raise NoRoom(f"no room for {len(spec.known_tokens)} tokens of KV")
+            self._tickets[owner] = spec.key
+            self._requests[spec.key] = spec
+        ticket = self.receiver.grant(spec.key, router_id, len(spec.known_tokens), blocks, self._address())
+        self._faults.hit("decode.after_reserve")
+        return ticket
+
+    def generate(self, router_id: str, spec: RequestSpec) -> None:
+        with self._lock:
+            self._engine.add(spec, SequenceKind.GENERATE)
+            self._requests[spec.key] = spec
+        self._wake()
+
+    def abort(self, key: RequestKey, reason: str) -> None:
+        with self._lock:
+            # From here on a commit that is under way finds the request gone and gives its blocks back.
+            if self._requests.pop(key, None) is None:
+                return
+            self._engine.abort(key)
+        if self.receiver is not None:
+            self.receiver.release(key, reason)
+        self._wake()
+
+    def credit(self, key: RequestKey, tokens: int) -> None:
+        self._engine.add_credit(key, tokens)
+        self._wake()
+
+    def renew(self, router_id: str) -> None:
+        if self.receiver is not None:
+            self.receiver.renew(router_id)
+
+    def revoke(self, ticket_owner: str) -> None:
+        key = self._tickets.get(ticket_owner)  # without the lock: the engine may be in a step of its own
+        if key is not None and self.receiver is not None:
+            self.receiver.revoke(key, "revoked: a running sequence needs the blocks")
+
+    # -- TicketHost --------------------------------------------------------------------------------------------
+
+    def on_commit(self, key: RequestKey, first_token: int, stats: KvTransferStats) -> bool:
+        with self._lock:
+            spec = self._requests.get(key)
+            if spec is None:
+                return False
+            # Before the commit: a request that ends with its next step is forgotten, and its news with it.
+            self._reporter.notice(key, stats_notice(stats))
+            try:
+                self._engine.commit_ticket(ticket_owner(key), spec, first_token)
+            except PdserveError as error:  # a first token that no model of ours can have sampled, say
+                del self._requests[key]
+                self._reporter.notice(key, failed_notice(error))
+                return False
+            del self._tickets[ticket_owner(key)]
+        self._wake()
+        return True
+
+    def on_release(self, key: RequestKey, reason: str, failed: bool) -> None:
+        with self._lock:
+            self._engine.release_ticket(ticket_owner(key))
+            self._tickets.pop(ticket_owner(key), None)
+            wanted = self._requests.pop(key, None) is not None
+        if wanted and failed:
+            self._reporter.notice(key, failed_notice(TicketError(reason)))
+        self._reporter.forget(key)
+        self._wake()
+
+    # -- the engine's news -------------------------------------------------------------------------------------
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Nothing to prepare: a decode worker's steps touch no transfer."""
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        self._faults.hit("decode.after_step")
+        self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
+        for key, error in result.rejected:
+            self._reporter.notice(key, failed_notice(error))
+        over = [token.key for token in result.tokens if token.finish is not None]
+        over += [key for key, _ in result.rejected]
+        for key in over:
+            with self._lock:
+                self._requests.pop(key, None)
+            self._reporter.forget(key)
+        self._faults.hit("decode.after_report")
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def held(self) -> Sequence[RequestKey]:
+        with self._lock:
+            return list({*self._requests, *self._tickets.values()})
+
+    def transfers(self) -> tuple[int, int]:
+        return (0 if self.receiver is None else self.receiver.open_tickets), 0
+
+    def close(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()

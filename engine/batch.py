@@ -1,0 +1,85 @@
+"""Flattening a step: from the sequences that take part to the arrays that a model runner takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.sequence import Sequence
+from engine.step import StepInput
+
+
+class Part(NamedTuple):
+    """`num_tokens` tokens of `sequence`, from its first uncomputed one on."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the part ends at the last known token, so that the next one is sampled."""
+        return self.num_tokens == self.sequence.remaining
+
+
+def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
+    """Lay the parts out as flat arrays; parts of one token must come first.
+
+    Python runs once per sequence, numpy does the tokens.
+    """
+    num_seqs = len(parts)
+    sequences = [part.sequence for part in parts]
+    starts = np.fromiter((sequence.num_computed for sequence in sequences), np.int64, num_seqs)
+    counts = np.fromiter((part.num_tokens for part in parts), np.int64, num_seqs)
+    num_decodes = int((counts == 1).sum())
+    assert (counts[:num_decodes] == 1).all(), counts
+
+    query_start = np.zeros(num_seqs + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    num_tokens = int(query_start[-1])
+    row_of = np.repeat(np.arange(num_seqs), counts)
+    positions = np.arange(num_tokens) - np.repeat(query_start[:-1] - starts, counts)
+
+    token_ids = np.empty(num_tokens, np.int64)
+    width = max((sequence.num_blocks for sequence in sequences), default=0)
+    block_tables = np.zeros((num_seqs, width), np.int32)
+    row = 0
+    for i, (sequence, count) in enumerate(parts):
+        done = sequence.num_computed
+        token_ids[row : row + count] = sequence.tokens[done : done + count]
+        block_tables[i, : sequence.num_blocks] = sequence.table[: sequence.num_blocks]
+        row += count
+    blocks = block_tables[row_of, positions // block_size].astype(np.int64)
+
+    sampled = [i for i, part in enumerate(parts) if part.samples]
+    sampling = [sequences[i] for i in sampled]
+    params = [sequence.spec.params for sequence in sampling]
+    forbidden = [
+        (r, token)
+        for r, sequence in enumerate(sampling)
+        if sequence.generated < sequence.spec.params.min_tokens
+        for token in sequence.stop_tokens
+    ]
+    return StepInput(
+        step_id=step_id,
+        num_decodes=num_decodes,
+        token_ids=token_ids,
+        token_slots=np.full(num_tokens, -1, np.int32),  # every token is on the host when a step is built
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        query_start=query_start,
+        context_lens=(starts + counts).astype(np.int32),
+        block_tables=block_tables,
+        sample_rows=query_start[1:][sampled] - 1,
+        sample_slots=np.arange(len(sampled), dtype=np.int32),
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        top_k=np.array([p.top_k for p in params], np.int32),
+        seeds=np.array([p.seed for p in params], np.uint64),
+        sample_index=np.zeros(len(sampled), np.int32),  # one sample per request
+        sample_positions=np.array([sequence.num_tokens for sequence in sampling], np.int64),
+        forbidden_rows=np.array([r for r, _ in forbidden], np.int32),
+        forbidden_tokens=np.array([token for _, token in forbidden], np.int32),
+    )

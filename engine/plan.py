@@ -1,0 +1,65 @@
+"""What a step of the engine hands to the worker: the plan before the forward pass, the news after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.step import StepInput
+from pdcore.errors import PdserveError
+from pdcore.types import FinishReason, RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [token_start, token_end) of a sequence, computed by one step.
+
+    `is_prompt`: they are tokens that the request came with (prompt or delivered), whose KV a decode worker wants.
+    `block_ids`: the whole block table.
+    """
+
+    key: RequestKey
+    token_start: int
+    token_end: int
+    is_prompt: bool
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step that is decided and not yet applied. Without chunks it only carries news; nothing is computed."""
+
+    step_id: int
+    step_input: StepInput
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """A token to report. `index` counts generated tokens, delivered ones included; `finish` is set on the last."""
+
+    key: RequestKey
+    sample: int
+    index: int
+    token_id: int
+    finish: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStats:
+    """A PREFILL sequence that left. Seconds from `add` to its first step, and from there to its first token."""
+
+    key: RequestKey
+    queued_s: float
+    compute_s: float
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """News of one step: tokens in the order in which they are to be reported, sequences that ended by an error (the
+    engine holds nothing of them but what a send session still owns), prefills that are done."""
+
+    step_id: int
+    tokens: tuple[TokenOut, ...]
+    rejected: tuple[tuple[RequestKey, PdserveError], ...]
+    prefilled: tuple[PrefillStats, ...]

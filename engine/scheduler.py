@@ -1,0 +1,332 @@
+"""What runs in the next step: pure functions from a snapshot to a decision. Nothing here touches an engine.
+
+One scheduler serves every role. A sequence has computed tokens chasing known tokens; a decode, a chunk of a prompt
+and a chunk of a preempted sequence's tokens differ only in how many are missing. The rules:
+
+1. *Turns.* Of the sequences that hold blocks and have credit, `max_num_seqs` take part. If there are more (resumed
+   and committed ones come unasked), those go first that have waited longest since their last step.
+2. *Decodes first.* Every one of them that lacks a single token gets it. `max_num_seqs` is at most the token budget,
+   so decodes always fit and prefills take only what they leave.
+3. *Memory for growth* goes to the oldest first. If a decode lacks a block: while there are tickets, the youngest are
+   revoked and the decode sits out until their blocks are back; without tickets, the youngest running sequence that
+   is younger is preempted; if there is none younger, it sits out while older ones run; if it is the only one that
+   could run, the youngest paused one is preempted.
+4. *Admission* is in order of arrival, all blocks at once, and leaves a block of growth to every running sequence.
+   One that does not fit is passed over by younger ones, and by tickets, at most `MAX_PASSED_OVER` times: then
+   nothing more is admitted and no ticket granted before it is. Nothing is admitted in a step in which a decode lacks
+   memory.
+5. *The prefill budget* is what the decodes leave. One part in `OLDEST_SHARE` of it goes to the oldest prefill, the
+   rest to the one with the fewest tokens left, then the next. So a long prompt does not block short ones, prompts of
+   equal length are served in order, and the oldest always moves on; hence every prefill ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdcore.config import SchedulerConfig
+from pdcore.types import RequestKey
+
+MAX_PASSED_OVER = 16
+"""Requests that may get blocks ahead of an older one that does not fit."""
+
+OLDEST_SHARE = 4
+"""The oldest prefill is sure of one part in this many of the prefill budget."""
+
+
+class SequenceView(NamedTuple):
+    """A sequence as the scheduler sees it.
+
+    Attributes:
+        key: who it is.
+        known: tokens known. computed: of those, in the cache (less than `known`).
+        blocks: blocks held; 0 means that it waits for admission.
+        admit_blocks: blocks that it takes when it is admitted.
+        max_blocks: blocks that it can come to hold.
+        has_credit: whether a token of it may be reported.
+        preemptible: whether its blocks may be taken away.
+        passed_over: how many younger requests have been given blocks while it waits.
+        last_step: id of the last step it took part in.
+    """
+
+    key: RequestKey
+    known: int
+    computed: int
+    blocks: int
+    admit_blocks: int
+    max_blocks: int
+    has_credit: bool
+    preemptible: bool
+    passed_over: int
+    last_step: int
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether it is running and can come to need another block."""
+        return 0 < self.blocks < self.max_blocks and self.has_credit and self.preemptible
+
+
+class TicketView(NamedTuple):
+    """An uncommitted ticket. `revoking`: its revocation has been asked for, its blocks are not back yet."""
+
+    owner: str
+    blocks: int
+    revoking: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSnapshot:
+    """All that a decision depends on. `sequences` and `tickets` are ordered oldest first."""
+
+    sequences: tuple[SequenceView, ...]
+    tickets: tuple[TicketView, ...]
+    free_blocks: int
+    block_size: int
+
+
+class ScheduledChunk(NamedTuple):
+    """`num_tokens` tokens of a sequence from `start` on, for which it first gets `new_blocks` more blocks."""
+
+    key: RequestKey
+    start: int
+    num_tokens: int
+    new_blocks: int
+
+
+class PassedOver(NamedTuple):
+    """A sequence that did not fit while `times` younger ones were admitted."""
+
+    key: RequestKey
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleDecision:
+    """What to do now, in this order.
+
+    Attributes:
+        preempt: sequences whose blocks are freed before anything is allocated.
+        chunks: the step; chunks of one token come first.
+        admitted: those of `chunks` that had no blocks before.
+        passed_over: sequences to be compensated later.
+        revoke: tickets whose revocation is to be asked for, in this order.
+        sitting_out: decodes left out for lack of a block.
+    """
+
+    preempt: tuple[RequestKey, ...] = ()
+    chunks: tuple[ScheduledChunk, ...] = ()
+    admitted: tuple[RequestKey, ...] = ()
+    passed_over: tuple[PassedOver, ...] = ()
+    revoke: tuple[str, ...] = ()
+    sitting_out: tuple[RequestKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The sequences with blocks that take part, after preemption."""
+
+    singles: list[ScheduledChunk]
+    prefills: list[SequenceView]
+    preempted: list[RequestKey]
+    revoke: list[str]
+    sitting_out: list[RequestKey]
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Admission:
+    """Waiting sequences that fit, and how often each that did not is passed over by each of them."""
+
+    candidates: list[SequenceView]
+    passed_over_by: dict[RequestKey, list[RequestKey]]
+
+
+def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDecision:
+    """Decide one step. See the module for the rules."""
+    turn = _take_turns(snapshot, config)
+    budget = config.max_num_batched_tokens - len(turn.singles)
+    admission = _admit(snapshot, config, turn, budget)
+    prefills = turn.prefills + admission.candidates
+    shares = split_prefill_budget([v.known - v.computed for v in prefills], budget, config.prefill_chunk_tokens)
+
+    chunks = list(turn.singles)
+    longer: list[ScheduledChunk] = []
+    admitted: list[RequestKey] = []
+    for view, count in zip(prefills, shares, strict=True):
+        # No budget reached it: a running one keeps its blocks, a waiting one takes none yet.
+        if count == 0:
+            continue
+        waiting = view.blocks == 0
+        if waiting:
+            admitted.append(view.key)
+        chunk = ScheduledChunk(view.key, view.computed, count, view.admit_blocks if waiting else 0)
+        (chunks if count == 1 else longer).append(chunk)
+
+    taken = set(admitted)
+    passed_over = (
+        PassedOver(key, sum(other in taken for other in others)) for key, others in admission.passed_over_by.items()
+    )
+    return ScheduleDecision(
+        preempt=tuple(turn.preempted),
+        chunks=tuple(chunks + longer),
+        admitted=tuple(admitted),
+        passed_over=tuple(entry for entry in passed_over if entry.times),
+        revoke=tuple(turn.revoke),
+        sitting_out=tuple(turn.sitting_out),
+    )
+
+
+def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> _Turn:
+    """Choose among the sequences that hold blocks and find memory for those that grow (rules 1 to 3)."""
+    block_size = snapshot.block_size
+    ready = [view for view in snapshot.sequences if view.blocks and view.has_credit]
+    turns = ready
+    if len(ready) > config.max_num_seqs:
+        turns = sorted(ready, key=lambda view: view.last_step)  # stable: the older first among equals
+
+    singles: dict[RequestKey, ScheduledChunk] = {}
+    prefills: dict[RequestKey, SequenceView] = {}
+    preempted: dict[RequestKey, None] = {}
+    revoke: list[str] = []
+    sitting_out: list[RequestKey] = []
+    free = snapshot.free_blocks
+    returning = sum(ticket.blocks for ticket in snapshot.tickets if ticket.revoking)
+    revocable = [ticket for ticket in snapshot.tickets if not ticket.revoking]
+    for view in turns:
+        if len(singles) + len(prefills) == config.max_num_seqs:
+            break
+        if view.key in preempted:
+            continue
+        # A prompt, or tokens lost to a preemption: it was admitted with all the blocks it needs.
+        if view.known - view.computed > 1:
+            prefills[view.key] = view
+            continue
+        # The token fits into the blocks at hand.
+        if view.known <= view.blocks * block_size:
+            singles[view.key] = ScheduledChunk(view.key, view.computed, 1, 0)
+            continue
+        if free == 0 and snapshot.tickets:
+            # Tickets hold memory that running sequences want: wait for them to come back. One block is lacking for
+            # each that sits out.
+            sitting_out.append(view.key)
+            while returning < len(sitting_out) and revocable:
+                ticket = revocable.pop()
+                revoke.append(ticket.owner)
+                returning += ticket.blocks
+            continue
+        if free == 0:
+            victim = _victim(view, snapshot.sequences, preempted)
+            # Older ones run and will free their blocks, or blocks are on their way out of send sessions.
+            if victim is None:
+                sitting_out.append(view.key)
+                continue
+            preempted[victim.key] = None
+            prefills.pop(victim.key, None)
+            chunk = singles.pop(victim.key, None)
+            free += victim.blocks + (chunk.new_blocks if chunk else 0)
+        free -= 1
+        singles[view.key] = ScheduledChunk(view.key, view.computed, 1, 1)
+    return _Turn(list(singles.values()), list(prefills.values()), list(preempted), revoke, sitting_out, free)
+
+
+def _victim(
+    needy: SequenceView, sequences: tuple[SequenceView, ...], preempted: dict[RequestKey, None]
+) -> SequenceView | None:
+    """Whose blocks `needy` gets: None if it had better wait."""
+    paused: SequenceView | None = None
+    for view in reversed(sequences):
+        if not view.blocks or not view.preemptible or view.key in preempted:
+            continue
+        if not view.has_credit:
+            paused = paused or view
+            continue
+        if view.key == needy.key:
+            break
+        # The youngest that runs; `needy` would have come up before any older one.
+        return view
+    # `needy` is the youngest that runs. With older ones running it waits for them.
+    older_runs = any(
+        view.blocks and view.has_credit and view.preemptible and view.key not in preempted and view.key != needy.key
+        for view in sequences
+    )
+    return None if older_runs else paused
+
+
+def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, turn: _Turn, budget: int) -> _Admission:
+    """Find the waiting sequences that may get blocks (rule 4). Who of them does depends on the prefill budget."""
+    admission = _Admission([], {})
+    # Memory is short: who came in now would be the next to be thrown out.
+    if turn.preempted or turn.sitting_out:
+        return admission
+    waiting = [view for view in snapshot.sequences if not view.blocks and view.has_credit]
+    if not waiting:
+        return admission
+
+    places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
+    growers = sum(view.may_grow for view in snapshot.sequences)
+    free = turn.free_blocks
+    allowance = MAX_PASSED_OVER
+    for view in waiting:
+        # Each candidate is good for at least one token of budget and a place in the step.
+        if len(admission.candidates) >= min(places, budget):
+            break
+        # Does not fit: look behind it, unless it has been passed over often enough.
+        if view.admit_blocks + growers > free:
+            allowance = min(allowance, MAX_PASSED_OVER - view.passed_over)
+            if allowance <= 0:
+                break
+            admission.passed_over_by[view.key] = []
+            continue
+        admission.candidates.append(view)
+        free -= view.admit_blocks
+        growers += view.preemptible and view.admit_blocks < view.max_blocks
+        if not admission.passed_over_by:
+            continue
+        for others in admission.passed_over_by.values():
+            others.append(view.key)
+        allowance -= 1
+        if allowance <= 0:
+            break
+    return admission
+
+
+def split_prefill_budget(remaining: Sequence[int], budget: int, chunk_tokens: int) -> list[int]:
+    """Share `budget` tokens among prefills (rule 5).
+
+    Args:
+        remaining: tokens that each one lacks (>= 1), the oldest prefill first.
+        budget: tokens for all. chunk_tokens: for one at most.
+
+    Returns:
+        Tokens for each, in the same order; their sum is the budget, unless less is wanted.
+    """
+    wanted = [min(tokens, chunk_tokens) for tokens in remaining]
+    if sum(wanted) <= budget:
+        return wanted
+    shares = [0] * len(wanted)
+    shares[0] = min(wanted[0], budget, max(1, budget // OLDEST_SHARE))
+    left = budget - shares[0]
+    # The one that is nearest to its end first; the older first among equals.
+    for i in sorted(range(len(wanted)), key=lambda i: remaining[i]):
+        more = min(wanted[i] - shares[i], left)
+        shares[i] += more
+        left -= more
+    return shares
+
+
+def ticket_refusal(snapshot: SchedulerSnapshot, blocks: int, max_reserved_blocks: int) -> str | None:
+    """Why a ticket of `blocks` blocks may not be granted now; None if it may."""
+    reserved = sum(ticket.blocks for ticket in snapshot.tickets)
+    if reserved + blocks > max_reserved_blocks:
+        return f"tickets hold {reserved} blocks and may hold {max_reserved_blocks}"
+    growers = sum(view.may_grow for view in snapshot.sequences)
+    if blocks + growers > snapshot.free_blocks:
+        return f"{snapshot.free_blocks} blocks are free, of which running sequences may need {growers}"
+    # Blocks that come free belong to a request that has been passed over too often.
+    if any(
+        not view.blocks and view.has_credit and view.passed_over >= MAX_PASSED_OVER for view in snapshot.sequences
+    ):
+        return "a waiting request has been passed over too often"
+    return None

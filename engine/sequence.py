@@ -1,0 +1,208 @@
+"""One request as an engine runs it: its tokens, how far they are computed, its block table and its credit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdcore.types import FinishReason, RequestSpec
+
+
+class SequenceKind(StrEnum):
+    """What the engine does with a sequence."""
+
+    GENERATE = "generate"  # runs until it is finished
+    PREFILL = "prefill"  # leaves after its first token; its blocks stay for the send session
+
+
+class SequenceState(StrEnum):
+    """See `Sequence`."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+class Sequence:
+    """A sequence: `num_computed` tokens chasing `num_tokens` known ones.
+
+    ::
+
+          add: no blocks                            credit is used up
+        -----------------> WAITING --- start ---> RUNNING ---------> PAUSED
+          commit: with        ^  ^                 | | ^               | |
+          the ticket's        |  +--- preempt -----+ | +--- credit ----+ |
+          blocks              +------ preempt -------|-------------------+
+                                                     | last token
+                                                     v
+                                                  FINISHED      (abort leads from each of the first three to ABORTED)
+
+    A preempted sequence keeps its tokens and loses its blocks; all tokens are computed again. One that was preempted
+    while PAUSED is WAITING without credit and is not admitted before it has some. A sequence that came by commit
+    with a window of one token goes to PAUSED at once: its first token used the window.
+
+    Tokens, from the front::
+
+        |<-- prompt -->|<- delivered ->|<---- sampled here ---->|
+        |<------ num_known ----------->|                        |
+        |<------------------- num_tokens ---------------------->|
+        |<------ num_computed: in the cache ------>|<- at least one, the input of a later step
+
+    `table[:num_blocks]` is the block table; it equals the block manager's list of the owner.
+    """
+
+    __slots__ = (
+        "_table_ids",
+        "_tokens",
+        "chunks",
+        "credit",
+        "key",
+        "kind",
+        "last_step",
+        "max_blocks",
+        "num_blocks",
+        "num_computed",
+        "num_known",
+        "num_prompt",
+        "num_tokens",
+        "preempt_until",
+        "queued_at",
+        "replay_until",
+        "send_over",
+        "skipped",
+        "spec",
+        "started_at",
+        "state",
+        "stop_tokens",
+        "table",
+    )
+
+    def __init__(self, spec: RequestSpec, kind: SequenceKind, *, block_size: int, now: float) -> None:
+        known = spec.known_tokens
+        total = self.total_tokens(spec, kind)
+        assert len(known) < total, (spec.key, len(known), total)
+        self.spec = spec
+        self.key = spec.key
+        self.kind = kind
+        self.state = SequenceState.WAITING
+        self.num_prompt = len(spec.prompt)
+        self.num_known = len(known)
+        self.num_tokens = len(known)
+        self.num_computed = 0
+        self._tokens: NDArray[np.int64] = np.empty(total, np.int64)
+        self._tokens[: len(known)] = known
+        self.max_blocks = -(-(total - 1) // block_size)  # the last token is never an input, so never in the cache
+        # A ticket has room for one token more than the prompt, even if that one turns out to be the last.
+        self.table: NDArray[np.int32] = np.zeros(-(-total // block_size), np.int32)
+        self.num_blocks = 0
+        self._table_ids: tuple[int, ...] = ()
+        self.stop_tokens = frozenset(spec.params.stop_token_ids)
+        self.credit = spec.token_window
+        self.skipped = 0  # how many requests got blocks ahead of this one while it did not fit
+        self.last_step = 0  # id of the last step it was in
+        self.chunks = 0
+        self.queued_at = now
+        self.started_at = now
+        self.send_over = False  # PREFILL: the send session ended before the sequence did
+        # Computing token t again counts as recomputed if t < preempt_until, else as a replay if t < replay_until.
+        self.preempt_until = 0
+        self.replay_until = len(known) if spec.delivered else 0
+
+    @staticmethod
+    def total_tokens(spec: RequestSpec, kind: SequenceKind) -> int:
+        """Tokens that a sequence of this kind can come to have here."""
+        if kind is SequenceKind.PREFILL:
+            return len(spec.known_tokens) + 1
+        return len(spec.prompt) + spec.params.max_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled; at least 1 until it is finished."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens of the request, or tokens lost by a preemption, are still to be computed."""
+        return self.num_computed < self.num_known or self.remaining > 1
+
+    @property
+    def generated(self) -> int:
+        """Tokens after the prompt, delivered ones included: the index of the next one."""
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """int64 [num_tokens]; a view, not to be written."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The block table as a tuple."""
+        if len(self._table_ids) != self.num_blocks:
+            self._table_ids = tuple(self.table[: self.num_blocks].tolist())
+        return self._table_ids
+
+    def take_blocks(self, blocks: Seq[int]) -> None:
+        """Append to the block table."""
+        end = self.num_blocks + len(blocks)
+        self.table[self.num_blocks : end] = blocks
+        self.num_blocks = end
+
+    def start(self, now: float, step_id: int) -> None:
+        """It is in step `step_id`."""
+        assert self.credit > 0, self.key
+        assert self.num_blocks > 0, self.key
+        if self.chunks == 0:
+            self.started_at = now
+        self.state = SequenceState.RUNNING
+        self.skipped = 0
+        self.chunks += 1
+        self.last_step = step_id
+
+    def preempt(self) -> None:
+        """Its blocks are gone."""
+        assert self.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PAUSED), self.state
+        self.state = SequenceState.WAITING
+        self.preempt_until = max(self.preempt_until, self.num_computed)
+        self.num_computed = 0
+        self.num_blocks = 0
+        self._table_ids = ()
+
+    def abort(self) -> None:
+        """It ends without a last token."""
+        assert self.state is not SequenceState.FINISHED, self.key
+        self.state = SequenceState.ABORTED
+
+    def append(self, token: int) -> FinishReason | None:
+        """Take the token that comes next, spend a credit for it, and say whether it is the last."""
+        assert self.credit > 0, self.key
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+        self.credit -= 1
+        reason: FinishReason | None = None
+        if token in self.stop_tokens:
+            reason = FinishReason.STOP
+        elif self.generated >= self.spec.params.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None or self.kind is SequenceKind.PREFILL:
+            self.state = SequenceState.FINISHED
+        elif self.credit == 0 and self.num_blocks > 0:
+            self.state = SequenceState.PAUSED
+        return reason
+
+    def add_credit(self, tokens: int) -> None:
+        """The client took `tokens` tokens. Credit never exceeds the window, whatever is returned."""
+        self.credit = min(self.credit + max(tokens, 0), self.spec.token_window)
+        if self.state is SequenceState.PAUSED and self.credit > 0:
+            self.state = SequenceState.RUNNING
+
+    def recomputed(self, start: int, end: int) -> tuple[int, int]:
+        """Of tokens [start, end): (computed again after a preemption, computed again for a replay)."""
+        preempt = max(0, min(end, self.preempt_until) - start)
+        replay = max(0, min(end, self.replay_until) - max(start, self.preempt_until))
+        return preempt, replay

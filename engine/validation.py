@@ -1,0 +1,58 @@
+"""Which requests an engine can never run, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.blocks import BlockManager
+from engine.sequence import Sequence, SequenceKind
+from pdcore.errors import InvalidRequest
+from pdcore.types import RequestSpec
+
+
+def check_request(
+    spec: RequestSpec, kind: SequenceKind, vocab_size: int, max_model_len: int, blocks: BlockManager
+) -> None:
+    """Raise InvalidRequest, naming the first bad field and what is allowed."""
+    for field, problem in _problems(spec, kind, vocab_size, max_model_len, blocks):
+        raise InvalidRequest(field, problem)
+
+
+def _problems(
+    spec: RequestSpec, kind: SequenceKind, vocab_size: int, max_model_len: int, blocks: BlockManager
+) -> Iterator[tuple[str, str]]:
+    """(field, what is wrong and what is allowed) of all that is wrong."""
+    params = spec.params
+    if not spec.prompt:
+        yield "prompt", "must have at least one token"
+    if params.max_tokens < 1:
+        yield "sampling.max_tokens", f"must be at least 1, got {params.max_tokens}"
+    if spec.token_window < 1:
+        yield "token_window", f"must be at least 1, got {spec.token_window}"
+    if not 0 <= params.seed < 1 << 64:
+        yield "sampling.seed", f"must be an unsigned 64-bit integer, got {params.seed}"
+    for field, ids in (
+        ("prompt", spec.prompt),
+        ("delivered", spec.delivered),
+        ("sampling.stop_token_ids", params.stop_token_ids),
+    ):
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            bad = next(i for i in ids if not 0 <= i < vocab_size)
+            yield field, f"token id {bad} is not in [0, {vocab_size})"
+    if len(spec.delivered) >= params.max_tokens:
+        yield "delivered", f"{len(spec.delivered)} tokens leave none of max_tokens {params.max_tokens} to generate"
+    if spec.delivered and spec.delivered[-1] in params.stop_token_ids:
+        yield "delivered", f"ends in stop token {spec.delivered[-1]}: nothing is left to generate"
+    if len(spec.prompt) + params.max_tokens > max_model_len:
+        yield (
+            "prompt",
+            f"{len(spec.prompt)} tokens and max_tokens {params.max_tokens} exceed the context of"
+            f" {max_model_len} tokens",
+        )
+    needed = blocks.blocks_for(Sequence.total_tokens(spec, kind) - 1)
+    if needed > blocks.num_blocks:
+        yield (
+            "prompt",
+            f"{len(spec.prompt)} tokens and what is generated from them need {needed} KV blocks of"
+            f" {blocks.block_size} tokens; this worker has {blocks.num_blocks}",
+        )

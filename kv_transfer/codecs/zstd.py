@@ -1,0 +1,26 @@
+"""`zstd`: plain Zstandard, level 1, over the section's bytes. For fp32 caches, where little more is to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from kv_transfer.codecs.base import Buffer
+from kv_transfer.codecs.bounded_zstd import compress, decompress
+
+
+class ZstdCodec:
+    """Plain zstd, level 1."""
+
+    name = "zstd"
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+
+    def encode(self, values: NDArray[np.uint8], dtype: str) -> Sequence[Buffer] | None:
+        payload = compress(values, zstandard.ZstdCompressionParameters.from_level(1, write_content_size=True))
+        return (payload,) if len(payload) < values.size else None
+
+    def decode(self, payload: memoryview, dtype: str, out: NDArray[np.uint8]) -> None:
+        np.copyto(out, decompress(payload, out.size))

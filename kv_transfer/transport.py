@@ -1,0 +1,71 @@
+"""The faces between KV transfer and its surroundings, and between its mechanism and a transport.
+
+KV transfer does not know the engine: it reads and writes blocks through `KvStore`, and tells the decode worker
+what became of a ticket through `TicketHost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pdcore.errors import TransferError
+from pdcore.types import KvGeometry, KvTransferStats, RequestKey
+
+
+class KvStore(Protocol):
+    """A paged cache in its backend's own layout, seen through the canonical one: (layer, K or V, token, head, dim).
+
+    Both calls may be made from several threads at once on disjoint blocks, and release the GIL for their bulk.
+    """
+
+    geometry: KvGeometry
+
+    def gather(
+        self, layer_start: int, layer_count: int, block_ids: Sequence[int], token_start: int, token_count: int
+    ) -> torch.Tensor:
+        """Copy K and V out of the cache.
+
+        Args:
+            block_ids: the sequence's whole block table; token t is in ``block_ids[t // block_size]``.
+            token_start, token_count: range of tokens, counted from the start of the sequence.
+
+        Returns:
+            Contiguous CPU tensor [layer_count, 2, token_count, num_kv_heads, head_dim] in the cache's dtype.
+        """
+        ...
+
+    def scatter(self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor) -> None:
+        """Copy K and V into the cache; the inverse of `gather`, `values` as it returns them."""
+        ...
+
+
+class TicketHost(Protocol):
+    """The decode worker, as the receiver sees it. Called from the receiver's threads, holding none of its locks."""
+
+    def on_commit(self, key: RequestKey, first_token: int, stats: KvTransferStats) -> bool:
+        """Every frame is in place and the manifest is verified: take the blocks as a sequence that starts with
+        `first_token`. Returns False if the request is gone (aborted meanwhile); the receiver then releases."""
+        ...
+
+    def on_release(self, key: RequestKey, reason: str, failed: bool) -> None:
+        """The ticket ended without commit and no scatter into its blocks is in flight: they may be freed. Called
+        exactly once for every granted ticket that is not committed. `failed` is False if the owner released it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SendOutcome:
+    """How a send ended. After this the sender reads no block of the request any more.
+
+    `error` is None if the receiver committed. `wire_bytes`: frame bytes sent, repeats included.
+    """
+
+    key: RequestKey
+    error: TransferError | None
+    frames: int
+    wire_bytes: int
+    seconds: float

@@ -1,0 +1,250 @@
+"""Configuration as the parts of pdserve see it: frozen dataclasses with checked values.
+
+`cluster.config` builds these from YAML and flags; tests and benchmarks build them directly. Every
+check raises `ConfigError` naming the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdcore.errors import ConfigError
+from pdcore.faults import FAULT_POINTS, FaultPlan
+from pdcore.types import DTYPE_BYTES, Role
+
+CODECS = ("raw", "bexp-zstd", "zstd")
+TRANSPORTS = ("grpc",)
+BLOCK_SIZES = (8, 16, 32, 64)
+DEVICES = ("cpu",)
+
+
+def _require(condition: bool, key: str, value: object, allowed: str) -> None:
+    if not condition:
+        raise ConfigError(key, value, allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How steps are composed.
+
+    Attributes:
+        max_num_batched_tokens: token budget of one step.
+        max_num_seqs: sequences in one step at most.
+        prefill_chunk_tokens: prompt tokens of one sequence in one step at most.
+    """
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    prefill_chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for key in ("max_num_batched_tokens", "max_num_seqs", "prefill_chunk_tokens"):
+            _require(getattr(self, key) >= 1, f"scheduler.{key}", getattr(self, key), "an integer >= 1")
+        _require(
+            self.max_num_seqs <= self.max_num_batched_tokens,
+            "scheduler.max_num_seqs",
+            self.max_num_seqs,
+            f"at most max_num_batched_tokens ({self.max_num_batched_tokens})",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """One engine: its model, its KV pool and its scheduler.
+
+    Attributes:
+        model_path: a local Hugging Face folder (`engine.model_store` makes one of every other source).
+        served_name: the name under which clients know the model.
+        device: where the model runs. dtype: weights, compute and cache.
+        block_size: tokens per KV block. num_blocks: blocks in the pool.
+        max_model_len: prompt and output tokens of one sequence; None takes the model's own limit.
+        threads: intra-op threads of the engine; 0 leaves torch's default.
+        cpu_affinity: cores of the engine's threads; empty leaves them free.
+    """
+
+    model_path: str
+    served_name: str
+    device: str = "cpu"
+    dtype: str = "bfloat16"
+    block_size: int = 16
+    num_blocks: int = 2048
+    max_model_len: int | None = None
+    threads: int = 0
+    cpu_affinity: tuple[int, ...] = ()
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPE_BYTES, "engine.dtype", self.dtype, ", ".join(DTYPE_BYTES))
+        _require(self.device in DEVICES, "engine.device", self.device, ", ".join(DEVICES))
+        _require(self.block_size in BLOCK_SIZES, "engine.block_size", self.block_size, str(BLOCK_SIZES))
+        _require(self.num_blocks >= 1, "engine.num_blocks", self.num_blocks, "an integer >= 1")
+        _require(self.threads >= 0, "engine.threads", self.threads, "an integer >= 0")
+        _require(
+            self.max_model_len is None or self.max_model_len >= 1,
+            "engine.max_model_len",
+            self.max_model_len,
+            "an integer >= 1, or nothing",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferConfig:
+    """KV transfer, both sides.
+
+    Attributes:
+        codec: codec that a prefill worker uses if the ticket accepts it.
+        transport: how frames travel.
+        message_bytes: size of one transport message's payload, about.
+        frame_tokens: tokens per frame at most (<= 256).
+        frame_bytes: layers are grouped until a frame has about this many raw bytes.
+        credit_bytes: unacknowledged frame bytes per connection at most; bounds the receiver's memory.
+        lease_s: seconds without renewal until a ticket expires.
+        send_timeout_s: seconds without progress until a send fails.
+        max_reserved_fraction: share of the KV pool that uncommitted tickets may hold.
+        max_frame_retries: how often one frame is sent again before the transfer fails.
+        receive_threads: threads that decode and scatter. cpu_affinity: their cores; empty leaves them free.
+    """
+
+    codec: str = "bexp-zstd"
+    transport: str = "grpc"
+    message_bytes: int = 256 * 1024
+    frame_tokens: int = 256
+    frame_bytes: int = 256 * 1024
+    credit_bytes: int = 8 * 1024 * 1024
+    lease_s: float = 10.0
+    send_timeout_s: float = 5.0
+    max_reserved_fraction: float = 0.5
+    max_frame_retries: int = 2
+    receive_threads: int = 1
+    cpu_affinity: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.codec in CODECS, "transfer.codec", self.codec, ", ".join(CODECS))
+        _require(self.transport in TRANSPORTS, "transfer.transport", self.transport, ", ".join(TRANSPORTS))
+        _require(
+            4096 <= self.message_bytes <= 8 << 20,
+            "transfer.message_bytes",
+            self.message_bytes,
+            "4096 to 8388608",
+        )
+        _require(1 <= self.frame_tokens <= 256, "transfer.frame_tokens", self.frame_tokens, "1 to 256")
+        _require(self.frame_bytes >= 1, "transfer.frame_bytes", self.frame_bytes, "an integer >= 1")
+        _require(
+            self.credit_bytes >= 2 * self.message_bytes,
+            "transfer.credit_bytes",
+            self.credit_bytes,
+            "at least twice message_bytes",
+        )
+        _require(self.lease_s > 0, "transfer.lease_s", self.lease_s, "a number > 0")
+        _require(self.send_timeout_s > 0, "transfer.send_timeout_s", self.send_timeout_s, "a number > 0")
+        _require(
+            0 < self.max_reserved_fraction <= 1,
+            "transfer.max_reserved_fraction",
+            self.max_reserved_fraction,
+            "a number in (0, 1]",
+        )
+        _require(self.max_frame_retries >= 0, "transfer.max_frame_retries", self.max_frame_retries, "an integer >= 0")
+        _require(self.receive_threads >= 1, "transfer.receive_threads", self.receive_threads, "an integer >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One worker process.
+
+    Attributes:
+        worker_id: name within the cluster, e.g. ``decode-0``; survives restarts.
+        role: what it does.
+        host: address to listen on and to announce. port: 0 picks a free one.
+        controller: ``host:port`` of the membership service; empty for a worker that is addressed directly.
+        heartbeat_s: seconds between heartbeats. dead_after_s: silence that counts as death.
+        drain_timeout_s: seconds that a draining worker waits for its requests.
+        faults: fault plans, for tests; empty in production.
+    """
+
+    worker_id: str
+    role: Role
+    engine: EngineConfig
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    host: str = "127.0.0.1"
+    port: int = 0
+    controller: str = ""
+    heartbeat_s: float = 0.5
+    dead_after_s: float = 3.0
+    drain_timeout_s: float = 30.0
+    faults: tuple[FaultPlan, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(bool(self.worker_id), "worker.worker_id", self.worker_id, "a non-empty name")
+        _require(0 <= self.port < 65536, "worker.port", self.port, "0 to 65535")
+        _require(self.heartbeat_s > 0, "worker.heartbeat_s", self.heartbeat_s, "a number > 0")
+        _require(
+            self.dead_after_s >= 2 * self.heartbeat_s,
+            "worker.dead_after_s",
+            self.dead_after_s,
+            "at least twice heartbeat_s",
+        )
+        _require(self.drain_timeout_s >= 0, "worker.drain_timeout_s", self.drain_timeout_s, "a number >= 0")
+        for plan in self.faults:
+            _require(plan.point in FAULT_POINTS, "worker.faults", plan.point, ", ".join(FAULT_POINTS))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """One router.
+
+    Attributes:
+        router_id: name within the cluster.
+        model_path: folder with tokenizer, config and generation config of the served model.
+        served_name: the model's name for clients.
+        host, grpc_port: public address; port 0 picks a free one.
+        controller: ``host:port`` of the membership service.
+        max_queue: requests waiting for a worker at most; more are shed.
+        token_window: tokens per request on their way to a client that has not taken them.
+        max_queued_prefill_tokens: prompt tokens that one worker may hold queued (about two steps).
+        max_running_per_worker: requests on one decode worker at most.
+        max_replays: how often a request is run again after worker deaths.
+        client_stall_timeout_s: seconds without the client taking a token until it is cancelled.
+        heartbeat_s, dead_after_s: as for workers.
+        max_message_bytes: gRPC message limit, both ways.
+        drain_timeout_s: seconds that running requests get after SIGTERM.
+    """
+
+    router_id: str
+    model_path: str
+    served_name: str
+    controller: str
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    max_queue: int = 256
+    token_window: int = 64
+    max_queued_prefill_tokens: int = 1024
+    max_running_per_worker: int = 64
+    max_replays: int = 3
+    client_stall_timeout_s: float = 120.0
+    heartbeat_s: float = 0.5
+    dead_after_s: float = 3.0
+    max_message_bytes: int = 16 * 1024 * 1024
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.grpc_port < 65536, "router.grpc_port", self.grpc_port, "0 to 65535")
+        for key in ("max_queue", "token_window", "max_queued_prefill_tokens", "max_running_per_worker"):
+            _require(getattr(self, key) >= 1, f"router.{key}", getattr(self, key), "an integer >= 1")
+        _require(self.max_replays >= 0, "router.max_replays", self.max_replays, "an integer >= 0")
+        _require(
+            self.client_stall_timeout_s > 0,
+            "router.client_stall_timeout_s",
+            self.client_stall_timeout_s,
+            "a number > 0",
+        )
+        _require(self.heartbeat_s > 0, "router.heartbeat_s", self.heartbeat_s, "a number > 0")
+        _require(
+            self.dead_after_s >= 2 * self.heartbeat_s,
+            "router.dead_after_s",
+            self.dead_after_s,
+            "at least twice heartbeat_s",
+        )
+        _require(
+            self.max_message_bytes >= 65536, "router.max_message_bytes", self.max_message_bytes, "at least 65536"
+        )
+        _require(self.drain_timeout_s >= 0, "router.drain_timeout_s", self.drain_timeout_s, "a number >= 0")

@@ -1,0 +1,134 @@
+"""Every error that pdserve raises on purpose, in one tree.
+
+::
+
+    PdserveError
+    |- RequestError                 the client's request cannot be served; carries what the client is told
+    |  |- InvalidRequest            a bad prompt or parameter: names the field, the value and the limit
+    |  |- UnknownModel              the request names a model that this cluster does not serve
+    |  |- Unauthenticated           the token is missing or wrong
+    |  |- Overloaded                the queue is full, or the deadline cannot be met; carries a retry hint
+    |  |- Unavailable               no worker in a pool, or draining
+    |  |  `- ReplaysExhausted       workers died under the request more often than it may be replayed
+    |  |- DeadlineExceeded          the client's deadline passed
+    |  |- RequestCancelled          the client cancelled or went away
+    |  `- InternalError             a bug of ours; the client sees only the request id
+    |- ConfigError                  a configuration key or value is wrong: names key, value and what is allowed
+    |- ModelError                   a model cannot be found, read or run: names it and says why
+    |- HandshakeRefused             two processes do not fit together: names both values
+    `- TransferError                a KV transfer failed; `retryable` says whether trying again can help
+       |- TicketError               unknown, stale, expired, revoked or exhausted ticket
+       |- FrameError                a frame that is malformed, does not fit its ticket, or fails its checksum
+       `- TransferTimeout           no progress within the bound
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PdserveError(Exception):
+    """Base of every deliberate error."""
+
+
+class RequestError(PdserveError):
+    """The request ends with this error. `str(error)` is safe to show to the client."""
+
+
+class InvalidRequest(RequestError):
+    """A field of the request has a value that is not allowed.
+
+    Args:
+        field: dotted path of the field as the client knows it, e.g. ``sampling.top_p``.
+        problem: what is wrong and what is allowed, e.g. ``"must be in (0, 1], got 1.5"``.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class UnknownModel(RequestError):
+    """The model that was asked for is not served here."""
+
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        super().__init__(f"model {model!r} is not served here; served: {', '.join(served)}")
+        self.model = model
+        self.served = tuple(served)
+
+
+class Unauthenticated(RequestError):
+    """No token, or not the right one."""
+
+
+class Overloaded(RequestError):
+    """The request was shed. `retry_after_s` is a hint in seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(RequestError):
+    """No worker can take the request at present, or the cluster is draining."""
+
+
+class ReplaysExhausted(Unavailable):
+    """Workers died or failed under this request more often than it may be replayed."""
+
+
+class DeadlineExceeded(RequestError):
+    """The client's deadline passed before the request finished."""
+
+
+class RequestCancelled(RequestError):
+    """The client cancelled, or disconnected."""
+
+
+class InternalError(RequestError):
+    """A bug of ours. The details are in the log under the request id, never in the message."""
+
+
+class ConfigError(PdserveError):
+    """A configuration key or value is not acceptable."""
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        super().__init__(f"{key}: {value!r} is not allowed; allowed: {allowed}")
+        self.key = key
+        self.value = value
+        self.allowed = allowed
+
+
+class ModelError(PdserveError):
+    """A model cannot be found, read or run."""
+
+
+class HandshakeRefused(PdserveError):
+    """Two processes do not fit together; the message names both values."""
+
+    def __init__(self, what: str, ours: object, theirs: object) -> None:
+        super().__init__(f"{what} differs: ours is {ours!r}, theirs is {theirs!r}")
+        self.what = what
+        self.ours = ours
+        self.theirs = theirs
+
+
+class TransferError(PdserveError):
+    """A KV transfer failed."""
+
+    retryable = True
+
+
+class TicketError(TransferError):
+    """A ticket that is unknown, stale (wrong generation), expired, revoked, or used out of range."""
+
+    retryable = False
+
+
+class FrameError(TransferError):
+    """A frame is malformed, does not fit its ticket, or fails a checksum."""
+
+
+class TransferTimeout(TransferError):
+    """A transfer made no progress within its bound."""

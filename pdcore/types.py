@@ -1,0 +1,227 @@
+"""The nouns that every part of pdserve shares. Immutable, and free of torch, ray, grpc and protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+PROTOCOL_VERSION = 1
+"""Version of the session and KV protocols spoken by this build."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the supported weight, compute and cache dtypes."""
+
+
+class Role(StrEnum):
+    """What a worker does. An aggregated worker runs both phases itself and is the baseline."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "aggregated"
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # a stop token or a stop string
+    LENGTH = "length"  # max_tokens reached
+    CANCELLED = "cancelled"  # the client cancelled or went away
+    ERROR = "error"  # the request failed; the status carries the reason
+
+
+class RequestKey(NamedTuple):
+    """Identity of one attempt at a request. Anything carrying an older attempt is stale."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a worker chooses tokens. Validated by the router at admission.
+
+    Attributes:
+        max_tokens: generated tokens at most, delivered ones of earlier attempts included (>= 1).
+        temperature: 0 is greedy; else logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this (0 < top_p <= 1).
+        min_p: drop tokens less likely than `min_p` times the likeliest (0 <= min_p < 1).
+        seed: 64-bit seed of the counter-based generator; always set (the router draws one).
+        stop_token_ids: tokens that end the sequence; the router adds the model's end tokens unless
+            the client asked to ignore them.
+        min_tokens: stop tokens are not sampled before this many tokens are generated.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """All that a worker needs to run a request, or to run it again elsewhere.
+
+    Attributes:
+        key: request id and attempt.
+        prompt: token ids of the prompt (at least one).
+        params: sampling parameters.
+        delivered: tokens that the client already has, from earlier attempts; they are forced, never
+            sampled again. The first token that a worker reports has index ``len(delivered)``.
+        token_window: how many tokens may be reported before the router returns credit.
+    """
+
+    key: RequestKey
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    delivered: tuple[int, ...] = ()
+    token_window: int = 64
+
+    @property
+    def known_tokens(self) -> tuple[int, ...]:
+        """Prompt followed by the delivered tokens: what must be computed before a new one is sampled."""
+        return self.prompt + self.delivered
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """Shape of a KV cache and identity of the model that filled it.
+
+    Two workers can exchange KV only if everything but `block_size` and `num_blocks` is equal.
+
+    Attributes:
+        model_digest: hex digest of weights identity, architecture, rope parameters and dtype.
+        num_layers, num_kv_heads, head_dim: shape of one token's KV.
+        dtype: element type of the cache, a key of `DTYPE_BYTES`.
+        block_size: tokens per block. Local to a worker; token ranges are authoritative on the wire.
+        num_blocks: blocks in this worker's pool.
+    """
+
+    model_digest: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+    num_blocks: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token over all layers, in bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoint:
+    """Where a ticket's frames go: an address, the transport spoken there and the heads it accepts."""
+
+    address: str
+    transport: str
+    head_start: int
+    head_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvTicket:
+    """A decode worker's promise to take the KV of one request.
+
+    Attributes:
+        ticket_id: slot number in the decode worker's ticket table; reused.
+        generation: distinguishes successive uses of `ticket_id`; stale ones are refused.
+        worker_incarnation: of the decode worker; a restarted one refuses older tickets.
+        num_tokens: tokens of KV expected, counted from the start of the sequence.
+        prefix_tokens: tokens that the decode worker already holds; only the rest is sent.
+        lease_s: seconds, on the decode worker's clock, without a renewal until the ticket expires.
+        codecs: accepted codec names, preferred first.
+        endpoints: one per head range.
+    """
+
+    ticket_id: int
+    generation: int
+    worker_incarnation: str
+    num_tokens: int
+    prefix_tokens: int
+    lease_s: float
+    codecs: tuple[str, ...]
+    endpoints: tuple[KvEndpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvTransferStats:
+    """One transfer as the receiver counted it.
+
+    Attributes:
+        blocks: blocks of the decode worker that were filled.
+        raw_bytes: KV bytes after decoding.
+        wire_bytes: frame bytes received, headers and repeats included.
+        codec: codec of most frames' bytes. transport: how they came.
+        seconds: from the first frame's first byte to the commit.
+        frames: frames scattered. retries: frames that came more than once.
+    """
+
+    blocks: int
+    raw_bytes: int
+    wire_bytes: int
+    codec: str
+    transport: str
+    seconds: float
+    frames: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's pushed load. Counters grow from the worker's start.
+
+    Attributes:
+        step: engine steps done.
+        waiting, running, paused: sequences by state.
+        queued_prefill_tokens: prompt tokens admitted and not yet computed.
+        free_blocks, total_blocks, reserved_blocks: KV pool; reserved are owned by uncommitted tickets.
+        open_tickets, open_sends: transfers under way.
+        preemptions: sequences preempted.
+        recomputed_tokens: prompt tokens computed again, by reason (``preempt``, ``rebuild``, ``replay``).
+        step_ms: mean duration of the recent steps.
+    """
+
+    step: int = 0
+    waiting: int = 0
+    running: int = 0
+    paused: int = 0
+    queued_prefill_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    reserved_blocks: int = 0
+    open_tickets: int = 0
+    open_sends: int = 0
+    preemptions: int = 0
+    recomputed_tokens: dict[str, int] = field(default_factory=dict)
+    step_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a worker says of its model; equal on every worker of a cluster.
+
+    Attributes:
+        name: the name under which it is served.
+        digest: see `KvGeometry.model_digest`.
+        max_model_len: tokens of prompt and output together, at most.
+        vocab_size: token ids are in ``[0, vocab_size)``.
+        dtype: compute dtype.
+    """
+
+    name: str
+    digest: str
+    max_model_len: int
+    vocab_size: int
+    dtype: str

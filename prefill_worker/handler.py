@@ -1,0 +1,184 @@
+"""The prefill role: compute a prompt's KV, push it to the ticket's endpoints while computing, sample one token.
+
+The life of a request here::
+
+    prefill -> QUEUED --(first step planned)--> SENDING --(send over: committed, failed or aborted)--> gone
+                  '------------- abort -----------> gone
+
+While QUEUED the request holds nothing but its place in the engine. From the first step on its blocks belong to the
+engine's sequence and then to the send; `KvSender`'s single `on_done` is the one place that frees them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.engine import Engine, StepPlan, StepResult
+from engine.sequence import SequenceKind
+from kv_transfer.sender import KvSender
+from kv_transfer.transport import SendOutcome
+from pdcore.errors import InvalidRequest, PdserveError, TransferError
+from pdcore.faults import FaultPoints
+from pdcore.types import KvTicket, RequestKey, RequestSpec
+from protos import worker_pb2
+from worker.events import token_event
+from worker.handler import NotMyRole, Reporter, failed_notice
+
+
+@dataclass(slots=True)
+class _Prefill:
+    spec: RequestSpec
+    ticket: KvTicket
+    sending: bool = False  # the sender has the request and will call on_done
+    aborted: bool = False  # its router wants to hear no more of it
+
+
+class PrefillHandler:
+    """`RoleHandler` of a prefill worker. Thread-safe."""
+
+    def __init__(
+        self, engine: Engine, sender: KvSender, reporter: Reporter, faults: FaultPoints, wake: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._reporter = reporter
+        self._faults = faults
+        self._lock = threading.Lock()
+        self._requests: dict[RequestKey, _Prefill] = {}
+        self._wake = wake
+
+    # -- commands ----------------------------------------------------------------------------------------------
+
+    def reserve(self, router_id: str, spec: RequestSpec) -> KvTicket:
+        raise NotMyRole("a prefill worker grants no tickets")
+
+    def generate(self, router_id: str, spec: RequestSpec) -> None:
+        raise NotMyRole("a prefill worker does not decode")
+
+    def prefill(self, router_id: str, spec: RequestSpec, ticket: KvTicket) -> None:
+        self._faults.hit("prefill.before_start")
+        expected = len(spec.known_tokens)
+        if ticket.num_tokens != expected:
+            raise InvalidRequest("ticket.num_tokens", f"is {ticket.num_tokens}, the prompt has {expected}")
+        with self._lock:
+            self._engine.add(spec, SequenceKind.PREFILL)
+            self._requests[spec.key] = _Prefill(spec, ticket)
+        self._wake()
+
+    def abort(self, key: RequestKey, reason: str) -> None:
+        with self._lock:
+            request = self._requests.get(key)
+            if request is None or request.aborted:
+                return
+            request.aborted = True
+            self._engine.abort(key)
+            if not request.sending:
+                self._drop(key)
+                return
+        self._sender.abort(key, reason)
+
+    def credit(self, key: RequestKey, tokens: int) -> None:
+        """A prefill worker reports one token a request and needs no credit."""
+
+    def renew(self, router_id: str) -> None:
+        """A prefill worker grants no leases."""
+
+    def revoke(self, ticket_owner: str) -> None:
+        raise AssertionError("a prefill worker grants no tickets")
+
+    # -- the engine's news -------------------------------------------------------------------------------------
+
+    def on_plan(self, plan: StepPlan) -> None:
+        for chunk in plan.chunks:
+            if self._open(chunk.key, chunk.block_ids):
+                self._sender.computing(chunk.key, chunk.token_start, chunk.token_end, plan.step_id)
+
+    def _open(self, key: RequestKey, block_ids: Sequence[int]) -> bool:
+        """Hand the request to the sender when its blocks are known; False if it is not to be sent."""
+        with self._lock:
+            request = self._requests.get(key)
+            if request is None or request.aborted:
+                return False
+            if request.sending:
+                return True
+            self._faults.hit("prefill.before_first_chunk")
+            try:
+                self._sender.open(key, request.ticket, block_ids, self._on_sent)
+            except TransferError as error:
+                self._engine.abort(key)
+                self._drop(key)
+                failure = error
+            else:
+                request.sending = True
+                return True
+        self._report_failure(key, failure)
+        return False
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.chunks:
+            self._faults.hit("prefill.after_chunk")
+        for chunk in plan.chunks:
+            self._sender.computed(chunk.key, chunk.token_end)
+        for stats in result.prefilled:
+            done = worker_pb2.PrefillDone(queued_s=stats.queued_s, compute_s=stats.compute_s, chunks=stats.chunks)
+            self._reporter.notice(stats.key, worker_pb2.RequestNotice(prefill_done=done))
+        # The client should have its first token before the manifest travels: report, then finish.
+        self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
+        for token in result.tokens:
+            if token.finish is None:
+                self._sender.finish(token.key, token.token_id)
+            else:
+                self._sender.abort(token.key, "the request ended at its first token")
+        for key, error in result.rejected:
+            self._reject(key, error)
+
+    def _reject(self, key: RequestKey, error: PdserveError) -> None:
+        """The engine has given the request up; its blocks wait for the send to end."""
+        with self._lock:
+            request = self._requests.get(key)
+            if request is None or request.aborted:
+                return
+            request.aborted = True
+            if not request.sending:
+                self._drop(key)
+        self._reporter.notice(key, failed_notice(error))
+        if request.sending:
+            self._sender.abort(key, str(error))
+        else:
+            self._reporter.forget(key)
+
+    def _on_sent(self, outcome: SendOutcome) -> None:
+        """The sender reads none of the request's blocks any more."""
+        with self._lock:
+            request = self._requests.get(outcome.key)
+            if request is None:
+                return
+            self._engine.abort(outcome.key)  # still computing, if the send failed early
+            self._drop(outcome.key)
+        if outcome.error is not None and not request.aborted:
+            self._report_failure(outcome.key, outcome.error)
+        else:
+            self._reporter.forget(outcome.key)
+        self._wake()
+
+    def _drop(self, key: RequestKey) -> None:
+        self._engine.release_send(key)
+        self._requests.pop(key, None)
+
+    def _report_failure(self, key: RequestKey, error: PdserveError) -> None:
+        self._reporter.notice(key, failed_notice(error))
+        self._reporter.forget(key)
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def held(self) -> Sequence[RequestKey]:
+        with self._lock:
+            return list(self._requests)
+
+    def transfers(self) -> tuple[int, int]:
+        return 0, self._sender.open_sends
+
+    def close(self) -> None:
+        self._sender.close()

@@ -1,0 +1,233 @@
+"""Between protobuf messages and pdcore's types. Every reading checks what the wire could have made up."""
+
+from __future__ import annotations
+
+from pdcore.errors import InvalidRequest
+from pdcore.types import (
+    KvEndpoint,
+    KvGeometry,
+    KvTicket,
+    KvTransferStats,
+    ModelInfo,
+    RequestKey,
+    RequestSpec,
+    Role,
+    SamplingParams,
+    WorkerLoad,
+)
+from protos import kv_pb2, worker_pb2
+
+_ROLE_TO_PROTO = {
+    Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+    Role.AGGREGATED: worker_pb2.WORKER_ROLE_AGGREGATED,
+}
+_ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
+
+
+def role_to_proto(role: Role) -> worker_pb2.WorkerRole.ValueType:
+    return _ROLE_TO_PROTO[role]
+
+
+def role_from_proto(role: int) -> Role:
+    """Raises InvalidRequest for a number that names no role."""
+    try:
+        return _ROLE_FROM_PROTO[role]  # type: ignore[index]  # an open enum: any int may come
+    except KeyError:
+        raise InvalidRequest("worker.role", f"unknown role number {role}") from None
+
+
+def geometry_to_proto(geometry: KvGeometry) -> kv_pb2.Geometry:
+    return kv_pb2.Geometry(
+        model_digest=geometry.model_digest,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        dtype=geometry.dtype,
+        block_size=geometry.block_size,
+        num_blocks=geometry.num_blocks,
+    )
+
+
+def geometry_from_proto(message: kv_pb2.Geometry) -> KvGeometry:
+    return KvGeometry(
+        model_digest=message.model_digest,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        dtype=message.dtype,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+    )
+
+
+def model_to_proto(model: ModelInfo) -> worker_pb2.ModelDescription:
+    return worker_pb2.ModelDescription(
+        name=model.name,
+        digest=model.digest,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        dtype=model.dtype,
+    )
+
+
+def model_from_proto(message: worker_pb2.ModelDescription) -> ModelInfo:
+    return ModelInfo(
+        name=message.name,
+        digest=message.digest,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+    )
+
+
+def ticket_to_proto(ticket: KvTicket) -> kv_pb2.Ticket:
+    return kv_pb2.Ticket(
+        ticket_id=ticket.ticket_id,
+        generation=ticket.generation,
+        worker_incarnation=ticket.worker_incarnation,
+        num_tokens=ticket.num_tokens,
+        prefix_tokens=ticket.prefix_tokens,
+        lease_s=ticket.lease_s,
+        codecs=ticket.codecs,
+        endpoints=[
+            kv_pb2.Endpoint(
+                address=endpoint.address,
+                transport=endpoint.transport,
+                head_start=endpoint.head_start,
+                head_count=endpoint.head_count,
+            )
+            for endpoint in ticket.endpoints
+        ],
+    )
+
+
+def ticket_from_proto(message: kv_pb2.Ticket) -> KvTicket:
+    return KvTicket(
+        ticket_id=message.ticket_id,
+        generation=message.generation,
+        worker_incarnation=message.worker_incarnation,
+        num_tokens=message.num_tokens,
+        prefix_tokens=message.prefix_tokens,
+        lease_s=message.lease_s,
+        codecs=tuple(message.codecs),
+        endpoints=tuple(
+            KvEndpoint(
+                address=endpoint.address,
+                transport=endpoint.transport,
+                head_start=endpoint.head_start,
+                head_count=endpoint.head_count,
+            )
+            for endpoint in message.endpoints
+        ),
+    )
+
+
+def stats_to_proto(stats: KvTransferStats) -> kv_pb2.TransferStats:
+    return kv_pb2.TransferStats(
+        blocks=stats.blocks,
+        raw_bytes=stats.raw_bytes,
+        wire_bytes=stats.wire_bytes,
+        codec=stats.codec,
+        transport=stats.transport,
+        seconds=stats.seconds,
+        frames=stats.frames,
+        retries=stats.retries,
+    )
+
+
+def stats_from_proto(message: kv_pb2.TransferStats) -> KvTransferStats:
+    return KvTransferStats(
+        blocks=message.blocks,
+        raw_bytes=message.raw_bytes,
+        wire_bytes=message.wire_bytes,
+        codec=message.codec,
+        transport=message.transport,
+        seconds=message.seconds,
+        frames=message.frames,
+        retries=message.retries,
+    )
+
+
+def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
+    return worker_pb2.Load(
+        step=load.step,
+        waiting=load.waiting,
+        running=load.running,
+        paused=load.paused,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        free_blocks=load.free_blocks,
+        total_blocks=load.total_blocks,
+        reserved_blocks=load.reserved_blocks,
+        open_tickets=load.open_tickets,
+        open_sends=load.open_sends,
+        preemptions=load.preemptions,
+        recomputed_tokens=load.recomputed_tokens,
+        step_ms=load.step_ms,
+    )
+
+
+def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
+    return WorkerLoad(
+        step=message.step,
+        waiting=message.waiting,
+        running=message.running,
+        paused=message.paused,
+        queued_prefill_tokens=message.queued_prefill_tokens,
+        free_blocks=message.free_blocks,
+        total_blocks=message.total_blocks,
+        reserved_blocks=message.reserved_blocks,
+        open_tickets=message.open_tickets,
+        open_sends=message.open_sends,
+        preemptions=message.preemptions,
+        recomputed_tokens=dict(message.recomputed_tokens),
+        step_ms=message.step_ms,
+    )
+
+
+def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
+    params = spec.params
+    return worker_pb2.WorkerRequest(
+        request_id=spec.key.request_id,
+        attempt=spec.key.attempt,
+        prompt=spec.prompt,
+        delivered=spec.delivered,
+        sampling=worker_pb2.WorkerSampling(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed,
+            stop_token_ids=params.stop_token_ids,
+            min_tokens=params.min_tokens,
+        ),
+        token_window=spec.token_window,
+    )
+
+
+def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
+    """Raises InvalidRequest for an empty prompt, or a `max_tokens` or window below 1."""
+    sampling = message.sampling
+    if not message.prompt:
+        raise InvalidRequest("prompt", "must have at least one token")
+    if sampling.max_tokens < 1:
+        raise InvalidRequest("sampling.max_tokens", "must be at least 1")
+    if message.token_window < 1:
+        raise InvalidRequest("token_window", "must be at least 1")
+    return RequestSpec(
+        key=RequestKey(message.request_id, message.attempt),
+        prompt=tuple(message.prompt),
+        params=SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+            min_tokens=sampling.min_tokens,
+        ),
+        delivered=tuple(message.delivered),
+        token_window=message.token_window,
+    )

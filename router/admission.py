@@ -1,0 +1,160 @@
+"""The queue of requests that wait for a worker: bounded, ordered, and without starvation."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Generic, TypeVar
+
+MIN_RETRY_AFTER_S = 0.5
+MAX_RETRY_AFTER_S = 30.0
+
+
+class PriorityClass(IntEnum):
+    """Requests are started in this order, then in order of arrival."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
+
+
+@dataclass(slots=True)
+class QueueEntry:
+    """A waiting request.
+
+    Attributes:
+        arrival: counts arrivals; a request that comes back keeps its own and so its place.
+        not_before: it is not started before this time (seconds, the caller's clock).
+        passed: how often a request behind it was started while it did not fit.
+    """
+
+    request_id: str
+    priority: PriorityClass
+    arrival: int
+    not_before: float = 0.0
+    passed: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return (self.priority, self.arrival)
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The request waits."""
+
+    entry: QueueEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """The queue is full. `retry_after_s`: when a place is likely to be free, in seconds."""
+
+    retry_after_s: float
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Generic[T]):
+    """A request leaves the queue; `route` is what the caller's test returned for it."""
+
+    entry: QueueEntry
+    route: T
+
+
+@dataclass(slots=True)
+class _StartRate:
+    """Mean interval between starts, in seconds, over the last handful."""
+
+    interval_s: float = 0.1
+    last: float | None = None
+
+    def started(self, now: float, still_waiting: bool) -> None:
+        if self.last is not None:
+            self.interval_s += 0.1 * (now - self.last - self.interval_s)
+        # The time to the next start says how fast the queue moves only if somebody waits.
+        self.last = now if still_waiting else None
+
+
+@dataclass(slots=True)
+class AdmissionQueue:
+    """Waiting requests in class order, then arrival order.
+
+    A request that does not fit now may be passed by at most `max_passes` later ones; from then on nothing behind it
+    starts before it does, so that it is not starved by smaller ones. At most `look_ahead` requests that do not fit are
+    looked past, which bounds the cost of a call.
+
+    Args:
+        max_queue: waiting requests at most.
+    """
+
+    max_queue: int
+    max_passes: int = 32
+    look_ahead: int = 16
+    _entries: list[QueueEntry] = field(default_factory=list)
+    _arrivals: int = 0
+    _rate: _StartRate = field(default_factory=_StartRate)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def offer(self, request_id: str, priority: PriorityClass) -> Queued | Shed:
+        """A new request. It waits behind its class, or is shed if the queue is full."""
+        if len(self._entries) >= self.max_queue:
+            return Shed(self.retry_after_s())
+        entry = QueueEntry(request_id, priority, self._arrivals)
+        self._arrivals += 1
+        self._insert(entry)
+        return Queued(entry)
+
+    def put_back(self, entry: QueueEntry, not_before: float) -> None:
+        """A request that was started could not go on. It gets its old place, and is never shed."""
+        entry.not_before = not_before
+        self._insert(entry)
+
+    def remove(self, request_id: str) -> bool:
+        """A waiting request has ended; False if it does not wait."""
+        for index, entry in enumerate(self._entries):
+            if entry.request_id == request_id:
+                del self._entries[index]
+                return True
+        return False
+
+    def start_next(self, now: float, route_for: Callable[[QueueEntry], T | None]) -> Started[T] | None:
+        """Take the first request for which `route_for` has a route; None if nothing can start now.
+
+        Call again until None: a start changes what fits.
+        """
+        passed: list[QueueEntry] = []
+        for index, entry in enumerate(self._entries):
+            route = route_for(entry) if entry.not_before <= now else None
+            if route is not None:
+                del self._entries[index]
+                for other in passed:
+                    other.passed += 1
+                self._rate.started(now, still_waiting=bool(self._entries))
+                return Started(entry, route)
+            passed.append(entry)
+            if entry.passed >= self.max_passes or len(passed) >= self.look_ahead:
+                return None
+        return None
+
+    def next_wake(self, now: float) -> float | None:
+        """The earliest time after `now` at which a request that waits out a delay may start; None if none does."""
+        return min((e.not_before for e in self._entries if e.not_before > now), default=None)
+
+    def waiting(self) -> list[str]:
+        """Request ids in the order in which they would start."""
+        return [entry.request_id for entry in self._entries]
+
+    def retry_after_s(self) -> float:
+        """When the queue is likely to have moved on by a quarter, in seconds."""
+        estimate = self._rate.interval_s * max(1, len(self._entries) // 4)
+        return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, estimate))
+
+    def _insert(self, entry: QueueEntry) -> None:
+        bisect.insort(self._entries, entry, key=lambda e: e.order)

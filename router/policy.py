@@ -1,0 +1,218 @@
+"""Which workers run a request: a pure choice from snapshots of their load.
+
+A request runs in one of two modes::
+
+    disaggregated   prefill worker P computes the prompt and ships its KV to decode worker D
+    local           one aggregated (or decode) worker runs both phases
+
+Loads are pushed and thus a little old. What this router has sent since is added, see `WorkerSnapshot`, so that a burst
+between two reports does not pile up on one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdcore.types import Role, WorkerLoad
+
+
+class Mode(StrEnum):
+    """How a request runs; the value is what the timeline shows."""
+
+    DISAGGREGATED = "disaggregated"
+    LOCAL = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Work that this router has given to a worker.
+
+    Attributes:
+        requests: requests on it. prefill_tokens: prompt tokens sent to it, or planned, and not known to be computed.
+        new_requests, new_prefill_tokens, new_blocks: the part sent after the worker's last report, which that report
+            cannot contain.
+    """
+
+    requests: int = 0
+    prefill_tokens: int = 0
+    new_requests: int = 0
+    new_prefill_tokens: int = 0
+    new_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """A connected worker as the router sees it.
+
+    Attributes:
+        load: its last report. mine: what this router has on it.
+        block_size: tokens per KV block. max_requests: sequences it may hold.
+        decisions: requests ever sent to it by this router; breaks ties, so that equals take turns.
+    """
+
+    worker_id: str
+    role: Role
+    load: WorkerLoad
+    block_size: int
+    max_requests: int
+    mine: InFlight = InFlight()
+    decisions: int = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that its whole KV pool holds."""
+        return self.load.total_blocks * self.block_size
+
+    @property
+    def requests(self) -> int:
+        """Requests on the worker, those it has not heard of yet included."""
+        load = self.load
+        reported = load.waiting + load.running + load.paused + load.open_tickets
+        # A report can be on its way while a request is sent: what is mine is there in any case.
+        return max(self.mine.requests, reported + self.mine.new_requests)
+
+    @property
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens that the worker has to compute, those it has not heard of yet included."""
+        return max(self.mine.prefill_tokens, self.load.queued_prefill_tokens + self.mine.new_prefill_tokens)
+
+    @property
+    def free_blocks(self) -> int:
+        return self.load.free_blocks - self.mine.new_blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What the choice depends on.
+
+    Attributes:
+        prompt_tokens: tokens to compute before a new one is sampled, delivered ones included.
+        resumes: tokens were delivered already; the request is replayed locally from prompt + delivered.
+        local_only: disaggregation was found impossible for it.
+        exclude: workers that must not be taken. avoid: workers taken only if there is no other.
+    """
+
+    prompt_tokens: int
+    resumes: bool = False
+    local_only: bool = False
+    exclude: frozenset[str] = frozenset()
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLimits:
+    """`max_queued_prefill_tokens`: prompt tokens that a worker may hold queued."""
+
+    max_queued_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The choice. `prefill` is None in local mode; `reason` says why this mode."""
+
+    mode: Mode
+    decode: str
+    prefill: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoRoute:
+    """Nothing can start the request now. `busy`: suitable workers exist, but have no room at present."""
+
+    busy: bool
+    reason: str
+
+
+def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot], limits: PolicyLimits) -> Route | NoRoute:
+    """Choose the least loaded workers that can start `request` now.
+
+    `workers` are those that are connected and take new requests.
+    """
+    usable = [worker for worker in workers if worker.worker_id not in request.exclude]
+    prefill = [w for w in usable if w.role is Role.PREFILL and request.prompt_tokens < w.capacity_tokens]
+    decode = [w for w in usable if w.role is Role.DECODE]
+    aggregated = [w for w in usable if w.role is Role.AGGREGATED]
+
+    # Tokens are delivered: their KV is gone, and the worker that goes on computes prompt and tokens again itself.
+    if request.resumes:
+        return _local(request, aggregated + decode, limits, "replay")
+    if request.local_only:
+        return _local(request, aggregated + decode, limits, "kv_reservation_too_large")
+    if prefill and decode:
+        first = _least_prefill(request, prefill, limits)
+        second = _least_decode(request, decode)
+        if first is not None and second is not None:
+            return Route(Mode.DISAGGREGATED, second.worker_id, first.worker_id, "prefill_pool_serves")
+        # Both pools serve but one is full: an aggregated worker, if there is one, takes what they cannot.
+        if aggregated:
+            return _local(request, aggregated, limits, "pools_full")
+        return NoRoute(busy=True, reason="prefill pool full" if first is None else "decode pool full")
+    if aggregated:
+        reason = "aggregated_pool" if not prefill else "decode_pool_empty"
+        return _local(request, aggregated, limits, reason)
+    return _local(request, decode, limits, "prefill_pool_empty")
+
+
+def _local(
+    request: RouteRequest, workers: Sequence[WorkerSnapshot], limits: PolicyLimits, reason: str
+) -> Route | NoRoute:
+    if not workers:
+        return NoRoute(busy=False, reason="no decode or aggregated worker")
+    ready = [w for w in workers if _can_prefill(request, w, limits) and _has_room(request, w)]
+    if not ready:
+        return NoRoute(busy=True, reason="no room on the workers that run both phases")
+    best = min(
+        ready,
+        key=lambda w: (
+            w.worker_id in request.avoid,
+            w.requests,
+            w.queued_prefill_tokens,
+            -w.free_blocks,
+            w.decisions,
+            w.worker_id,
+        ),
+    )
+    return Route(Mode.LOCAL, best.worker_id, None, reason)
+
+
+def _least_prefill(
+    request: RouteRequest, workers: Sequence[WorkerSnapshot], limits: PolicyLimits
+) -> WorkerSnapshot | None:
+    return min(
+        (worker for worker in workers if _can_prefill(request, worker, limits)),
+        key=lambda w: (
+            w.worker_id in request.avoid,
+            w.queued_prefill_tokens,
+            w.requests,
+            w.decisions,
+            w.worker_id,
+        ),
+        default=None,
+    )
+
+
+def _least_decode(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
+    return min(
+        (worker for worker in workers if _has_room(request, worker)),
+        key=lambda w: (w.worker_id in request.avoid, w.requests, -w.free_blocks, w.decisions, w.worker_id),
+        default=None,
+    )
+
+
+def _can_prefill(request: RouteRequest, worker: WorkerSnapshot, limits: PolicyLimits) -> bool:
+    """A worker takes what keeps its queue within the limit, and when idle one request of any length."""
+    queued = worker.queued_prefill_tokens
+    return queued == 0 or queued + request.prompt_tokens <= limits.max_queued_prefill_tokens
+
+
+def _has_room(request: RouteRequest, worker: WorkerSnapshot) -> bool:
+    """Room for the prompt and the first token. An idle worker is asked in any case: it knows best whether it fits."""
+    if worker.requests >= worker.max_requests:
+        return False
+    return worker.requests == 0 or worker.free_blocks >= worker.blocks_for(request.prompt_tokens + 1)

@@ -1,0 +1,201 @@
+"""From tokens to text, one at a time: incremental detokenisation and stop strings.
+
+Everything here takes constant time per token (amortised), never shows half a UTF-8 character and never takes text
+back.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+REPLACEMENT = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """Turns a sequence of tokens into text piece by piece."""
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: bytes of an unfinished character, as U+FFFD."""
+        ...
+
+
+class ByteDetokenizer:
+    """For tokenizers whose tokens are byte strings (byte-level BPE).
+
+    Args:
+        token_bytes: bytes of a token; empty for special and unknown ones.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For every other tokenizer: decodes a short window of tokens again and shows what is new.
+
+    ::
+
+        window:   [context tokens | newer tokens ...............]
+        decoded:  [shown ......................|new|held back U+FFFD...]
+
+    The text of a token can depend on those before it (a leading space), hence the context. A trailing U+FFFD may be a
+    character whose bytes are not all there, so it is held back; a character has at most four bytes, so more than
+    `MAX_HELD` of them are invalid bytes and are shown.
+
+    Args:
+        decode: text of a list of token ids, special ones skipped.
+    """
+
+    CONTEXT = 6
+    MAX_WINDOW = 24
+    MAX_HELD = 4
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._shown = 0  # characters of the decoded window
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        certain = len(text.rstrip(REPLACEMENT))
+        held = len(text) - certain
+        if held > self.MAX_HELD:
+            certain += held - self.MAX_HELD
+        new = text[self._shown : certain]
+        self._shown = max(self._shown, certain)
+        if len(self._window) > self.MAX_WINDOW and self._shown == len(text):
+            self._shrink()
+        elif len(self._window) > 2 * self.MAX_WINDOW:
+            # Nothing but invalid bytes for a whole window: they will not become characters any more.
+            new += text[self._shown :]
+            self._shrink()
+        return new
+
+    def flush(self) -> str:
+        text = self._decode(self._window)
+        new = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return new
+
+    def _shrink(self) -> None:
+        del self._window[: -self.CONTEXT]
+        self._shown = len(self._decode(self._window))
+
+
+@dataclass(frozen=True, slots=True)
+class StopScan:
+    """`text` may be shown. `matched`: a stop string is complete, and `text` ends where it begins."""
+
+    text: str
+    matched: bool
+
+
+class StopMatcher:
+    """Looks for stop strings in text that comes in pieces (Aho-Corasick, one dictionary look-up per character).
+
+    The first stop string to be complete ends the text; of several that end at the same character the longest, which
+    begins first. So the result does not depend on how the text is cut into pieces. Text that may be the beginning of
+    a stop string is held back until that is decided.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._edges: list[dict[str, int]] = [{}]
+        self._depth = [0]
+        self._match = [0]  # length of the longest stop string that ends at this node
+        self._fail = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self._node = 0
+        self._held = ""
+
+    def feed(self, piece: str) -> StopScan:
+        """Take the next piece. Do not call again after a match."""
+        text = self._held + piece
+        node = self._node
+        for position, character in enumerate(piece, start=len(self._held) + 1):
+            while node and character not in self._edges[node]:
+                node = self._fail[node]
+            node = self._edges[node].get(character, 0)
+            if self._match[node]:
+                self._held = ""
+                return StopScan(text[: position - self._match[node]], matched=True)
+        self._node = node
+        certain = len(text) - self._depth[node]
+        self._held = text[certain:]
+        return StopScan(text[:certain], matched=False)
+
+    def flush(self) -> str:
+        """What is held back, at the end of the text: no stop string will be complete any more."""
+        held, self._held, self._node = self._held, "", 0
+        return held
+
+    def _add(self, stop: str) -> None:
+        node = 0
+        for character in stop:
+            child = self._edges[node].get(character)
+            if child is None:
+                child = len(self._edges)
+                self._edges[node][character] = child
+                self._edges.append({})
+                self._depth.append(self._depth[node] + 1)
+                self._match.append(0)
+                self._fail.append(0)
+            node = child
+        self._match[node] = len(stop)
+
+    def _link(self) -> None:
+        """Failure links, breadth first: the longest proper suffix of a node that is a node too."""
+        frontier = list(self._edges[0].values())
+        for node in frontier:
+            for character, child in self._edges[node].items():
+                frontier.append(child)
+                fail = self._fail[node]
+                while fail and character not in self._edges[fail]:
+                    fail = self._fail[fail]
+                self._fail[child] = self._edges[fail].get(character, 0)
+                self._match[child] = self._match[child] or self._match[self._fail[child]]
+
+
+class TextStream:
+    """Text of one request's output: tokens in, text out, cut at the first stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token. Sets `stopped` if a stop string is complete with it."""
+        return self._scan(self._detokenizer.push(token_id))
+
+    def finish(self) -> str:
+        """The rest of the text, once there are no more tokens. Empty after a stop string."""
+        if self.stopped:
+            return ""
+        text = self._scan(self._detokenizer.flush())
+        if self._matcher is not None and not self.stopped:
+            text += self._matcher.flush()
+        return text
+
+    def _scan(self, piece: str) -> str:
+        if self._matcher is None or not piece:
+            return piece
+        scan = self._matcher.feed(piece)
+        self.stopped = scan.matched
+        return scan.text

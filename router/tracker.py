@@ -1,0 +1,437 @@
+"""The truth of one request: what was asked, what was delivered, who holds something of it, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from pdcore.errors import InvalidRequest, ReplaysExhausted, RequestError
+from pdcore.types import FinishReason, KvTransferStats, RequestKey, RequestSpec, SamplingParams
+from router.policy import Route
+
+
+class RequestState(StrEnum):
+    """See `RequestTracker`."""
+
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+class FailureKind(StrEnum):
+    """What a worker's failure means for the request."""
+
+    INVALID = "invalid"  # it can never run: not retried
+    BUSY = "busy"  # no room, or draining: tried elsewhere or later, not counted as a replay
+    BROKEN = "broken"  # transfer, worker or bug: replayed, a bounded number of times
+
+
+class TokenSink(Protocol):
+    """Where delivered tokens go, in order and once each."""
+
+    def push(self, token_id: int, hidden: bool) -> bool:
+        """Take the next token; `hidden` tokens have no text. Returns True if a stop string is complete with it."""
+        ...
+
+
+# What the caller has to do, in order. Every effect names its attempt, so that it stays right if it is done late.
+
+
+@dataclass(frozen=True, slots=True)
+class SendReserve:
+    """Ask decode worker `worker_id` for room."""
+
+    worker_id: str
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    """Let prefill worker `worker_id` compute the prompt, with the ticket that was just granted."""
+
+    worker_id: str
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SendGenerate:
+    """Let `worker_id` run the whole request."""
+
+    worker_id: str
+    spec: RequestSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SendCredit:
+    """Return `tokens` of the request's window to `worker_id`."""
+
+    worker_id: str
+    key: RequestKey
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillComputed:
+    """`worker_id` has computed the prompt: it no longer counts as queued there."""
+
+    worker_id: str
+    key: RequestKey
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The attempt is over for `worker_id`, or was only planned there. With `abort` it must be told."""
+
+    worker_id: str
+    key: RequestKey
+    abort: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Run the request again. `counted`: as a replay. `worker_id`: who failed or refused."""
+
+    counted: bool
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the request ended: with a finish reason, or with an error."""
+
+    finish: FinishReason
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The one terminal event."""
+
+    outcome: Outcome
+
+
+Effect = SendReserve | SendPrefill | SendGenerate | SendCredit | PrefillComputed | Release | Requeue | Ended
+_NOTHING: Sequence[Effect] = ()
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Where the time went. Times are seconds on the router's clock; None if it did not come to that.
+
+    `prefill_queued_s` and `prefill_s` were measured by the worker. `mode`, `reason` and `prefill_worker` are those of
+    the attempt that gave the first token; `decode_worker` is the last one that decoded.
+    """
+
+    arrived: float
+    chosen: float | None = None
+    first_token: float | None = None
+    second_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+    prefill_queued_s: float = 0.0
+    prefill_s: float = 0.0
+    mode: str = ""
+    reason: str = ""
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    kv: KvTransferStats | None = None
+    replays: int = 0
+    cached_tokens: int = 0
+
+
+class RequestTracker:
+    """State machine of one request. Pure: every call returns the effects that the caller has to carry out.
+
+    ::
+
+                   dispatch(disaggregated)              granted               first token (P)
+          QUEUED ------------------------> RESERVING -----------> PREFILLING -----------------> TRANSFERRING
+           ^ |                                |                       |                              |
+           | |                                | refused               | commit (D: token or stats)   | commit
+           | |    dispatch(local)             |                       v                              |
+           | '--------------------------------|-----------------> DECODING <------------------------'
+           |                                  |                       |
+           '----------------------------------'-----------------------'   refusal; failure with replays left
+
+          any --> ENDED     last token, stop string, cancel, deadline, error, replays used up
+
+    Who holds something of the current attempt is in `_holders`. A worker is put in when it is given the request and
+    taken out exactly once, by a `Release` effect: with an abort, or without one if the worker said itself that it is
+    done, or is dead. The prefill worker is done once the decode worker has committed.
+
+    Tokens are ordered and deduplicated by index: the prefill worker and the decode worker both report the first one.
+    What a worker reports of an older attempt, or after the end, changes nothing.
+
+    Windows: tokens that the decode worker reports in this attempt use `token_window`; they are returned, a quarter of
+    the window at a time, once the client has taken them. A replay starts with a fresh window, so at most
+    ``(replays + 1) * token_window`` tokens wait for a client that reads nothing.
+
+    Args:
+        sink: gets the delivered tokens. now: time of arrival. All times are seconds on one monotonic clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        token_window: int,
+        max_replays: int,
+        sink: TokenSink,
+        now: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.state = RequestState.QUEUED
+        self.attempt = 0
+        self.delivered: list[int] = []
+        self.timeline = Timeline(arrived=now)
+        self.outcome: Outcome | None = None
+        self._token_window = token_window
+        self._max_replays = max_replays
+        self._sink = sink
+        self._taken = 0
+        # Of the current attempt: who holds something (False: only planned there), and who does what.
+        self._holders: dict[str, bool] = {}
+        self._prefill: str | None = None
+        self._decode: str = ""
+        self._route: Route | None = None
+        self._base = 0  # tokens delivered before it
+        self._decode_next = 0  # index that the decode worker reports next
+        self._credited = 0
+
+    # -- what others may ask -----------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request_id, self.attempt)
+
+    @property
+    def holders(self) -> frozenset[str]:
+        """Workers that hold something of the request, or are planned to."""
+        return frozenset(self._holders)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens to compute before a new one can be sampled."""
+        return len(self.prompt) + len(self.delivered)
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def dispatch(self, route: Route, now: float) -> Sequence[Effect]:
+        """A route was chosen; the request must be queued. Begins the next attempt."""
+        assert self.state is RequestState.QUEUED, self.state
+        self.attempt += 1
+        self._base = self._decode_next = len(self.delivered)
+        self._credited = 0
+        self._route = route
+        self._prefill, self._decode = route.prefill, route.decode
+        self._holders = {route.decode: True}
+        if not self.delivered:
+            self.timeline.chosen = now
+        if route.prefill is None:
+            self.state = RequestState.DECODING
+            return [SendGenerate(route.decode, self._spec())]
+        self._holders[route.prefill] = False
+        self.state = RequestState.RESERVING
+        return [SendReserve(route.decode, self._spec())]
+
+    def reserve_granted(self, worker_id: str, attempt: int) -> Sequence[Effect]:
+        """The decode worker has made room."""
+        if self.state is not RequestState.RESERVING or not self._is_current(worker_id, attempt):
+            return _NOTHING  # aborted meanwhile; the abort frees the ticket
+        assert self._prefill is not None
+        self._holders[self._prefill] = True
+        self.state = RequestState.PREFILLING
+        return [SendPrefill(self._prefill, self._spec())]
+
+    def reserve_refused(
+        self, worker_id: str, attempt: int, kind: FailureKind, message: str, now: float
+    ) -> Sequence[Effect]:
+        """The decode worker makes no room and holds nothing."""
+        if self.state is not RequestState.RESERVING:
+            return _NOTHING
+        return self.failed(worker_id, attempt, kind, message, now)
+
+    # -- news from workers -------------------------------------------------------------------------------------
+
+    def token(
+        self,
+        worker_id: str,
+        attempt: int,
+        sample: int,
+        index: int,
+        token_id: int,
+        finish: FinishReason | None,
+        now: float,
+    ) -> Sequence[Effect]:
+        """A worker reports a token: `index` counts the generated ones, delivered ones of earlier attempts included."""
+        if attempt != self.attempt or self.state in (RequestState.QUEUED, RequestState.ENDED):
+            return _NOTHING
+        effects: list[Effect] = []
+        if worker_id == self._decode and worker_id in self._holders and self.state is not RequestState.RESERVING:
+            if self.state is not RequestState.DECODING:
+                self._committed(effects)
+            self._decode_next = max(self._decode_next, index + 1)
+        elif worker_id != self._prefill or self.state is RequestState.RESERVING:
+            return _NOTHING
+        elif self.state is RequestState.PREFILLING:
+            self.state = RequestState.TRANSFERRING
+            effects.append(PrefillComputed(worker_id, self.key))
+
+        expected = len(self.delivered)
+        if sample != 0 or index > expected or (index < expected and self.delivered[index] != token_id):
+            problem = f"{worker_id} reported token {index} of sample {sample} out of order or differently"
+            effects += self._fail(worker_id, problem, now, done=False)
+            return effects
+        if index == expected:
+            if expected == self._base and expected == 0:
+                self._first_token(now)
+            elif expected == 1:
+                self.timeline.second_token = now
+            self.timeline.last_token = now
+            self.delivered.append(token_id)
+            if worker_id == self._decode:
+                self.timeline.decode_worker = worker_id
+            if self._sink.push(token_id, finish is FinishReason.STOP):
+                effects += self._end(Outcome(FinishReason.STOP), now, done=worker_id if finish else None)
+                return effects
+            if finish is None and len(self.delivered) >= self.params.max_tokens:
+                effects += self._end(Outcome(FinishReason.LENGTH), now)
+                return effects
+        elif index < expected - 1:
+            return effects or _NOTHING
+        if finish is not None:
+            effects += self._end(Outcome(finish), now, done=worker_id)
+        return effects or _NOTHING
+
+    def prefill_done(
+        self, worker_id: str, attempt: int, queued_s: float, compute_s: float, cached_tokens: int
+    ) -> Sequence[Effect]:
+        """The worker that computed the prompt reports how that went."""
+        computed_first = worker_id in (self._prefill, self._decode) and self._base == 0
+        if attempt == self.attempt and computed_first and self.state is not RequestState.ENDED:
+            self.timeline.prefill_queued_s = queued_s
+            self.timeline.prefill_s = compute_s
+            self.timeline.cached_tokens = cached_tokens
+        return _NOTHING
+
+    def kv_received(self, worker_id: str, attempt: int, stats: KvTransferStats) -> Sequence[Effect]:
+        """The decode worker has the KV and has committed the ticket."""
+        if not self._is_current(worker_id, attempt) or worker_id != self._decode:
+            return _NOTHING
+        if self.state not in (RequestState.PREFILLING, RequestState.TRANSFERRING, RequestState.DECODING):
+            return _NOTHING
+        self.timeline.kv = stats
+        effects: list[Effect] = []
+        if self.state is not RequestState.DECODING:
+            self._committed(effects)
+        self.timeline.decode_worker = worker_id
+        return effects
+
+    def failed(self, worker_id: str, attempt: int, kind: FailureKind, message: str, now: float) -> Sequence[Effect]:
+        """A worker gives the attempt up and holds nothing of it any more."""
+        if not self._is_current(worker_id, attempt):
+            return _NOTHING
+        match kind:
+            case FailureKind.INVALID:
+                error = InvalidRequest("request", message)
+                return self._end(Outcome(FinishReason.ERROR, error), now, done=worker_id)
+            case FailureKind.BUSY:
+                return self._requeue(worker_id, counted=False, reason=message)
+            case FailureKind.BROKEN:
+                return self._fail(worker_id, message, now)
+
+    def worker_lost(self, worker_id: str, reason: str, now: float) -> Sequence[Effect]:
+        """The session with a worker has ended; the worker holds nothing of this router any more."""
+        if worker_id not in self._holders:
+            return _NOTHING
+        if not self._holders[worker_id]:
+            return self._requeue(worker_id, counted=False, reason=reason)
+        return self._fail(worker_id, reason, now)
+
+    # -- the client's side -------------------------------------------------------------------------------------
+
+    def took(self, tokens: int) -> Sequence[Effect]:
+        """The client has taken `tokens` more tokens."""
+        self._taken += tokens
+        assert self._taken <= len(self.delivered), (self._taken, len(self.delivered))
+        if self.state is not RequestState.DECODING:
+            return _NOTHING
+        due = min(self._taken, self._decode_next) - self._base - self._credited
+        if due < max(1, self._token_window // 4):
+            return _NOTHING
+        self._credited += due
+        return [SendCredit(self._decode, self.key, due)]
+
+    def cancel(self, now: float) -> Sequence[Effect]:
+        """The client cancelled or went away."""
+        return self._end(Outcome(FinishReason.CANCELLED), now)
+
+    def abandon(self, error: RequestError, now: float) -> Sequence[Effect]:
+        """End with an error: deadline, drain, no worker."""
+        return self._end(Outcome(FinishReason.ERROR, error), now)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _spec(self) -> RequestSpec:
+        return RequestSpec(self.key, self.prompt, self.params, tuple(self.delivered), self._token_window)
+
+    def _is_current(self, worker_id: str, attempt: int) -> bool:
+        return attempt == self.attempt and self._holders.get(worker_id, False)
+
+    def _first_token(self, now: float) -> None:
+        assert self._route is not None
+        self.timeline.first_token = now
+        self.timeline.mode = self._route.mode.value
+        self.timeline.reason = self._route.reason
+        self.timeline.prefill_worker = self._prefill or self._decode
+
+    def _committed(self, effects: list[Effect]) -> None:
+        """The decode worker has the KV: the prefill worker is done and frees its blocks itself."""
+        self.state = RequestState.DECODING
+        if self._prefill is not None and self._holders.pop(self._prefill, None) is not None:
+            effects.append(Release(self._prefill, self.key, abort=False, reason="committed"))
+
+    def _release_all(self, done: str | None, reason: str) -> list[Effect]:
+        """Take every holder out; all but `done` and those that were only planned must be told."""
+        holders, self._holders = self._holders, {}
+        return [
+            Release(worker_id, self.key, abort=sent and worker_id != done, reason=reason)
+            for worker_id, sent in holders.items()
+        ]
+
+    def _requeue(self, worker_id: str, counted: bool, reason: str, done: bool = True) -> list[Effect]:
+        effects = self._release_all(worker_id if done else None, reason)
+        self.state = RequestState.QUEUED
+        effects.append(Requeue(counted, worker_id, reason))
+        return effects
+
+    def _fail(self, worker_id: str, reason: str, now: float, done: bool = True) -> list[Effect]:
+        """The attempt is lost through `worker_id`; `done`: it holds nothing any more."""
+        if self.timeline.replays < self._max_replays:
+            self.timeline.replays += 1
+            return self._requeue(worker_id, True, reason, done)
+        error = ReplaysExhausted(f"given up after {self.timeline.replays} replays; the last failure: {reason}")
+        return self._end(Outcome(FinishReason.ERROR, error), now, done=worker_id if done else None)
+
+    def _end(self, outcome: Outcome, now: float, done: str | None = None) -> list[Effect]:
+        if self.state is RequestState.ENDED:
+            return []
+        reason = outcome.finish.value if outcome.error is None else type(outcome.error).__name__
+        effects = self._release_all(done, reason)
+        self.state = RequestState.ENDED
+        self.outcome = outcome
+        self.timeline.ended = now
+        effects.append(Ended(outcome))
+        return effects
+

@@ -1,0 +1,98 @@
+"""Right answers on the demo model in fp32, through prefill worker, transfer and decode worker.
+
+Every token is checked against `transformers` (see tests/support/reference.py), and the aggregated worker's output is
+compared too. A token may differ only where the two best logits are closer than 1e-3; how many did is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pdcore.types import Role
+from tests.support.generate import Outcome, generate
+from tests.support.local_cluster import LocalCluster
+from tests.support.processes import REPOSITORY, worker_config
+from tests.support.reference import divergences, load_reference
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]
+
+NEW_TOKENS = 48
+BLOCK = 16
+# One to about 1,500 tokens; every length modulo the block size is among them.
+LENGTHS = [1, 2, 3, 15, 16, 17, 20, 37, 54, 71, 88, 105, 122, 139, 156, 173, 190, 222, 255, 404, 515, 777, 1034, 1501]
+
+
+def _prompts(model: Path) -> list[list[int]]:
+    """Real text of this repository, cut to each length at another place."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = (REPOSITORY / "docs" / "architecture.md").read_text() + (REPOSITORY / "CONTRIBUTING.md").read_text()
+    tokens = tokenizer(text)["input_ids"]
+    assert len(tokens) > max(LENGTHS) + 24
+    return [tokens[i : i + length] for i, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def clusters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalCluster]]:
+    def config(role: Role):  # type: ignore[no-untyped-def]
+        made = worker_config(demo_model, role, block_size=BLOCK, num_blocks=1024, served_name="smollm2-135m")
+        return replace(made, engine=replace(made.engine, threads=2))
+
+    folder = tmp_path_factory.mktemp("real")
+    with (
+        LocalCluster(demo_model, folder, [config(Role.PREFILL), config(Role.DECODE)]) as split,
+        LocalCluster(demo_model, folder, [config(Role.AGGREGATED)]) as whole,
+    ):
+        yield {"split": split, "whole": whole}
+
+
+def test_greedy_output_is_the_reference_s(clusters: dict[str, LocalCluster], demo_model: Path) -> None:
+    assert {length % BLOCK for length in LENGTHS} == set(range(BLOCK))
+    prompts = _prompts(demo_model)
+    split, whole = clusters["split"].address, clusters["whole"].address
+
+    alone = [generate(split, prompt, NEW_TOKENS, timeout_s=120.0) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda prompt: generate(split, prompt, NEW_TOKENS, timeout_s=300.0), prompts))
+        aggregated = list(pool.map(lambda prompt: generate(whole, prompt, NEW_TOKENS, timeout_s=300.0), prompts))
+
+    reference = load_reference(demo_model)
+    counts = {}
+    for name, outcomes in (("alone", alone), ("8 at a time", together), ("aggregated", aggregated)):
+        counts[name] = 0
+        checked: dict[tuple[int, ...], int] = {}
+        for index, (prompt, outcome) in enumerate(zip(prompts, outcomes, strict=True)):
+            _assert_whole(outcome, name)
+            if name != "alone" and outcome.tokens == alone[index].tokens:
+                continue  # checked with the first
+            found = divergences(reference, prompt, outcome.tokens)
+            assert all(d.margin < 1e-3 for d in found), (name, len(prompt), found)
+            counts[name] += len(found)
+            checked[tuple(prompt)] = len(found)
+    print(f"{len(prompts)} prompts x {NEW_TOKENS} tokens; tokens that differ within the margin: {counts}")
+
+
+def _assert_whole(outcome: Outcome, name: str) -> None:
+    assert outcome.error is None, (name, outcome.details)
+    assert len(outcome.tokens) == NEW_TOKENS
+    assert outcome.end is not None
+    if name != "aggregated":
+        assert outcome.end.timeline.mode == "disaggregated"
+        assert outcome.end.timeline.kv.raw_bytes == outcome.end.usage.prompt_tokens * 2 * 30 * 3 * 64 * 4
+        assert outcome.end.timeline.replays == 0
+    else:
+        assert outcome.end.timeline.mode == "local"
+
+
+def test_the_normal_path_recomputes_nothing(clusters: dict[str, LocalCluster]) -> None:
+    for worker in clusters["split"].of_role(Role.DECODE):
+        with clusters["split"].probe(worker) as probe:
+            probe.wait(lambda probe=probe: probe.load is not None, 5.0, "a load")
+            assert probe.load is not None
+            assert not any(probe.load.recomputed_tokens.values())
+    clusters["split"].assert_baseline(12.0)

@@ -1,0 +1,132 @@
+"""A whole cluster without Ray: worker processes, membership service and router, over real gRPC.
+
+Membership and router run on an event loop in a thread of the test process, workers in processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster.membership import MembershipServer
+from pdcore.config import RouterConfig, WorkerConfig
+from pdcore.types import Role
+from router.service import RouterServer
+from tests.support.processes import WorkerProcess, eventually
+from tests.support.session_client import SessionClient
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop in a thread, for asyncio servers beside synchronous tests."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="test-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 30.0) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        return future.result(timeout_s)
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10.0)
+        self.loop.close()
+
+
+class LocalCluster:
+    """Start with `with`; `address` is the router's."""
+
+    def __init__(self, model: Path, folder: Path, configs: list[WorkerConfig], **router: object) -> None:
+        self.model = model
+        self.folder = folder
+        self._configs = configs
+        self._router_options = router
+        self.workers: dict[str, WorkerProcess] = {}
+
+    def __enter__(self) -> LocalCluster:
+        self._loop = LoopThread()
+        self.membership = MembershipServer(host="127.0.0.1", port=0)
+        self._loop.run(self.membership.start())
+        for config in self._configs:
+            self.workers[config.worker_id] = WorkerProcess(
+                replace(config, controller=self.membership.address), self.folder
+            )
+        try:
+            for worker in self.workers.values():
+                worker.begin()
+            for worker in self.workers.values():
+                worker.wait_ready()
+            options: dict[str, Any] = {
+                "router_id": "router-0",
+                "model_path": str(self.model),
+                "served_name": self._configs[0].engine.served_name,
+                "controller": self.membership.address,
+                "grpc_port": 0,
+            }
+            self.router = RouterServer(RouterConfig(**(options | self._router_options)))
+            self._loop.run(self.router.start())
+            self.address = self.router.address
+            self.wait_connected()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if hasattr(self, "router"):
+            self._loop.run(self.router.stop())
+        for worker in self.workers.values():
+            worker.stop()
+        self._loop.run(self.membership.stop())
+        self._loop.close()
+
+    def wait_connected(self, timeout_s: float = 20.0) -> None:
+        """Until the router has a session with the present incarnation of every running worker."""
+        import grpc
+
+        from protos import admin_pb2, admin_pb2_grpc
+
+        wanted = {w.incarnation for w in self.workers.values() if w.running}
+        with grpc.insecure_channel(self.address) as channel:
+            stub = admin_pb2_grpc.AdminStub(channel)
+
+            def connected() -> bool:
+                status = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
+                return wanted <= {w.worker.incarnation for w in status.workers if w.connected}
+
+            eventually(connected, timeout_s, f"sessions with all of {sorted(self.workers)}", interval_s=0.05)
+
+    def of_role(self, role: Role) -> list[WorkerProcess]:
+        return [worker for worker in self.workers.values() if worker.config.role is role]
+
+    def probe(self, worker: WorkerProcess) -> SessionClient:
+        """A second router's session, only to read the worker's load."""
+        return SessionClient(worker.address)
+
+    def assert_baseline(self, timeout_s: float) -> None:
+        """Every running worker's blocks are free, and nothing waits, runs or travels, within `timeout_s`."""
+        for worker in self.workers.values():
+            if not worker.running:
+                continue
+            with self.probe(worker) as probe:
+
+                def at_rest(probe: SessionClient = probe) -> bool:
+                    load = probe.load
+                    return load is not None and (
+                        load.free_blocks == load.total_blocks
+                        and not load.waiting + load.running + load.paused
+                        and not load.open_tickets + load.open_sends
+                    )
+
+                try:
+                    probe.wait(at_rest, timeout_s, f"{worker.config.worker_id} back at its baseline")
+                except AssertionError as error:
+                    raise AssertionError(f"{error}\nlast load: {probe.load}") from None

@@ -1,0 +1,151 @@
+"""Configuration round trips, fault plans, and the conversions to and from the wire."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdcore.clock import ManualClock
+from pdcore.config import EngineConfig, RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from pdcore.config_json import from_json, to_json
+from pdcore.errors import ConfigError, InvalidRequest
+from pdcore.faults import FaultPlan, FaultPoints
+from pdcore.types import (
+    KvEndpoint,
+    KvGeometry,
+    KvTicket,
+    KvTransferStats,
+    ModelInfo,
+    RequestKey,
+    RequestSpec,
+    Role,
+    SamplingParams,
+    WorkerLoad,
+)
+from protos import convert, worker_pb2
+
+CONFIG = WorkerConfig(
+    worker_id="decode-0",
+    role=Role.DECODE,
+    engine=EngineConfig(model_path="/m", served_name="m", cpu_affinity=(0, 1), scheduler=SchedulerConfig(64, 8, 32)),
+    transfer=TransferConfig(lease_s=3.5),
+    faults=(FaultPlan("decode.before_commit", action="stall", seconds=1.0),),
+)
+
+
+def test_a_worker_configuration_survives_json() -> None:
+    assert from_json(WorkerConfig, to_json(CONFIG)) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (('"lease_s": 3.5', '"lease": 3.5'), "lease"),
+        (('"lease_s": 3.5', '"lease_s": "long"'), "lease_s"),
+        (('"role": "decode"', '"role": "cook"'), "role"),
+        (('"threads": 0', '"threads": true'), "threads"),
+        (('"action": "stall"', '"action": "sing"'), "action"),
+        (("{", "["), "WorkerConfig"),
+    ],
+)
+def test_json_that_does_not_fit_names_the_key(change: tuple[str, str], key: str) -> None:
+    text = to_json(CONFIG)
+    assert change[0] in text
+    with pytest.raises(ConfigError, match=key):
+        from_json(WorkerConfig, text.replace(*change, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "allowed"),
+    [
+        (lambda: SchedulerConfig(max_num_batched_tokens=0), "max_num_batched_tokens", ">= 1"),
+        (lambda: SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=9), "max_num_seqs", "8"),
+        (lambda: EngineConfig("m", "m", dtype="int3"), "dtype", "bfloat16"),
+        (lambda: EngineConfig("m", "m", block_size=12), "block_size", "16"),
+        (lambda: TransferConfig(codec="gzip"), "codec", "bexp-zstd"),
+        (lambda: TransferConfig(frame_tokens=300), "frame_tokens", "256"),
+        (lambda: TransferConfig(credit_bytes=10), "credit_bytes", "message_bytes"),
+        (lambda: TransferConfig(max_reserved_fraction=0.0), "max_reserved_fraction", "(0, 1]"),
+        (lambda: RouterConfig("r", "m", "m", "c", grpc_port=70000), "grpc_port", "65535"),
+        (lambda: RouterConfig("r", "m", "m", "c", heartbeat_s=2.0), "dead_after_s", "heartbeat_s"),
+        (
+            lambda: WorkerConfig("w", Role.DECODE, EngineConfig("m", "m"), faults=(FaultPlan("nowhere"),)),
+            "faults",
+            "decode.before_commit",
+        ),
+    ],
+)
+def test_a_bad_value_names_key_and_what_is_allowed(make, key: str, allowed: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert key in error.value.key
+    assert allowed in error.value.allowed
+
+
+def test_a_fault_fires_once_per_file_after_the_skipped_visits(tmp_path: Path) -> None:
+    plan = FaultPlan("decode.after_step", action="stall", skip=2, once_file=str(tmp_path / "once"))
+    points = FaultPoints([plan])
+    for visit in range(5):
+        points.hit("decode.after_step")
+        points.hit("decode.after_report")
+        assert (tmp_path / "once").exists() == (visit >= 2)
+
+
+def test_a_kill_is_a_kill() -> None:
+    code = (
+        "from pdcore.faults import *\n"
+        "p = FaultPoints([FaultPlan('decode.after_step')])\n"
+        "p.hit('decode.after_report'); print('here', flush=True); p.hit('decode.after_step'); print('not here')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == -9
+    assert done.stdout == "here\n"
+
+
+def test_the_manual_clock_moves_when_told() -> None:
+    clock = ManualClock(5.0)
+    clock.advance(0.5)
+    assert clock.now() == 5.5
+
+
+def test_everything_on_the_wire_round_trips() -> None:
+    geometry = KvGeometry("ab", 30, 3, 64, "bfloat16", 16, 99)
+    assert convert.geometry_from_proto(convert.geometry_to_proto(geometry)) == geometry
+    assert geometry.bytes_per_token == 2 * 30 * 3 * 64 * 2
+    assert [geometry.blocks_for(n) for n in (1, 16, 17)] == [1, 1, 2]
+    model = ModelInfo("m", "ab", 8192, 49152, "bfloat16")
+    assert convert.model_from_proto(convert.model_to_proto(model)) == model
+    ticket = KvTicket(3, 7, "inc", 100, 0, 10.0, ("bexp-zstd", "raw"), (KvEndpoint("h:1", "grpc", 0, 3),))
+    assert convert.ticket_from_proto(convert.ticket_to_proto(ticket)) == ticket
+    stats = KvTransferStats(7, 1000, 700, "raw", "grpc", 0.25, 4, 1)
+    assert convert.stats_from_proto(convert.stats_to_proto(stats)) == stats
+    load = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, {"preempt": 12}, 1.5)
+    assert convert.load_from_proto(convert.load_to_proto(load)) == load
+    params = SamplingParams(9, 0.5, 4, 0.75, 0.25, 2**63 + 1, (1, 2), 3)
+    spec = RequestSpec(RequestKey("r", 2), (1, 2, 3), params, (4,), 8)
+    assert convert.spec_from_proto(convert.spec_to_proto(spec)) == spec
+    assert spec.known_tokens == (1, 2, 3, 4)
+    assert {convert.role_from_proto(convert.role_to_proto(role)) for role in Role} == set(Role)
+
+
+@pytest.mark.parametrize(("field", "value"), [("prompt", []), ("max_tokens", 0), ("token_window", 0)])
+def test_a_worker_request_that_makes_no_sense_is_refused(field: str, value: object) -> None:
+    message = worker_pb2.WorkerRequest(
+        request_id="r", prompt=[1], sampling=worker_pb2.WorkerSampling(max_tokens=1), token_window=1
+    )
+    if field == "prompt":
+        del message.prompt[:]
+    elif field == "max_tokens":
+        message.sampling.max_tokens = 0
+    else:
+        message.token_window = 0
+    with pytest.raises(InvalidRequest, match=field):
+        convert.spec_from_proto(message)
+
+
+def test_an_unknown_role_number_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="77"):
+        convert.role_from_proto(77)

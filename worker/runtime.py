@@ -1,0 +1,235 @@
+"""A worker process without its role: engine, step loop, gRPC server, sessions, registration, and their life.
+
+::
+
+    NEW --start()--> SERVING --drain()--> DRAINING --stop()--> STOPPED
+                        '------- step fails, refused by the controller -------> FAILED (then stop())
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import replace
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from engine.engine import Engine
+from engine.loader import load_runner
+from engine.step import ModelRunner
+from pdcore.clock import Clock, MonotonicClock
+from pdcore.config import CODECS, TRANSPORTS, WorkerConfig
+from pdcore.errors import ConfigError, PdserveError
+from pdcore.faults import FaultPoints
+from pdcore.types import PROTOCOL_VERSION, Role, WorkerLoad
+from protos import membership_pb2, worker_pb2, worker_pb2_grpc
+from protos.convert import geometry_to_proto, model_to_proto, role_to_proto
+from worker.engine_loop import EngineLoop
+from worker.grpc_options import SERVER_OPTIONS
+from worker.handler import RoleHandler
+from worker.registration import Registration
+from worker.session import SessionHub
+
+logger = logging.getLogger(__name__)
+
+# Streams hold a thread each for their whole life: one per router, one per prefill worker that sends here.
+_MAX_STREAMS = 64
+
+
+class WorkerRuntime:
+    """Everything of a worker but what its role does with commands, plans and results.
+
+    Args:
+        config: the worker's configuration.
+        make_handler: builds the role's part; called by `start` once the engine exists.
+        add_services: adds the role's own gRPC services to the server.
+        make_runner: builds the model runner; tests put a fake one here.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        make_handler: Callable[[WorkerRuntime], RoleHandler],
+        add_services: Callable[[grpc.Server], None] = lambda server: None,
+        make_runner: Callable[[WorkerConfig], ModelRunner] = lambda config: load_runner(config.engine),
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock or MonotonicClock()
+        self.incarnation = uuid.uuid4().hex
+        self.faults = FaultPoints(config.faults)
+        self.address = ""
+        self.problem = ""  # why the worker has failed
+        self.failed = threading.Event()
+        self._make_handler = make_handler
+        self._add_services = add_services
+        self._make_runner = make_runner
+        self._stop_lock = threading.Lock()
+        self._stopped = False
+
+    # -- life --------------------------------------------------------------------------------------------------
+
+    def start(self, register_timeout_s: float = 30.0) -> None:
+        """Load the model, serve, register. Returns once requests can come; raises PdserveError if they cannot."""
+        config = self.config
+        _set_threads(config.engine.threads)
+        runner = self._make_runner(config)
+        self.runner = runner
+        self.engine = Engine(
+            runner,
+            config.engine,
+            self.clock,
+            on_pressure=self._revoke,
+            max_reserved_fraction=config.transfer.max_reserved_fraction,
+        )
+        self.hub = SessionHub(
+            welcome=self._welcome(),
+            load=self.load,
+            clock=self.clock,
+            heartbeat_s=config.heartbeat_s,
+            dead_after_s=config.dead_after_s,
+        )
+        self.loop = EngineLoop(self.engine, threads=config.engine.threads, cpu_affinity=config.engine.cpu_affinity)
+        self.handler = self._make_handler(self)
+        self._serve()
+        self.hub.start(self.handler)
+        self.loop.start(
+            on_plan=self.handler.on_plan,
+            on_result=self.handler.on_result,
+            on_crash=lambda error: self.fail(f"the engine failed: {error!r}"),
+        )
+        self._register(register_timeout_s)
+        self.health.set("", health_pb2.HealthCheckResponse.SERVING)
+        logger.info("%s (%s) serves on %s", config.worker_id, config.role.value, self.address)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new and wait for what runs; True if nothing is left within `timeout_s`."""
+        self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._registration is not None:
+            self._registration.drain()
+        self.hub.drain()
+        deadline = time.monotonic() + timeout_s
+        while self.handler.held() and not self.failed.is_set():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+        return not self.handler.held()
+
+    def stop(self) -> None:
+        """End everything that was started, whatever state it is in. Idempotent."""
+        with self._stop_lock:
+            if self._stopped:
+                return
+            self._stopped = True
+        if self._registration is not None:
+            self._registration.stop()
+        self.hub.close()
+        # Streams must be closed before: stop(grace) waits the whole grace while one is open.
+        self._server.stop(grace=1.0).wait(timeout=5.0)
+        if not self.loop.stop():
+            logger.error("the engine loop did not end; a step is stuck")
+        self.handler.close()
+
+    def fail(self, problem: str) -> None:
+        """This worker can do no more: leave the cluster and drop the sessions, so that routers replay elsewhere."""
+        self.problem = problem
+        logger.error("%s fails: %s", self.config.worker_id, problem)
+        self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.failed.set()
+        self.hub.close()
+
+    # -- what the parts ask for ----------------------------------------------------------------------------------
+
+    def load(self) -> WorkerLoad:
+        tickets, sends = self.handler.transfers()
+        return replace(self.engine.load(), open_tickets=tickets, open_sends=sends)
+
+    def _revoke(self, ticket_owner: str) -> None:
+        self.handler.revoke(ticket_owner)
+
+    def _welcome(self) -> worker_pb2.Welcome:
+        engine = self.config.engine
+        return worker_pb2.Welcome(
+            protocol=PROTOCOL_VERSION,
+            worker_id=self.config.worker_id,
+            worker_incarnation=self.incarnation,
+            role=role_to_proto(self.config.role),
+            model=model_to_proto(self.runner.model),
+            geometry=geometry_to_proto(self.runner.geometry),
+            codecs=CODECS,
+            transports=TRANSPORTS,
+            max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+            max_num_seqs=engine.scheduler.max_num_seqs,
+        )
+
+    def _serve(self) -> None:
+        affinity = self.config.transfer.cpu_affinity
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(
+                max_workers=_MAX_STREAMS,
+                thread_name_prefix="grpc",
+                # Receiving KV beside the step loop costs least from another core.
+                initializer=lambda: os.sched_setaffinity(0, affinity) if affinity else None,
+            ),
+            options=SERVER_OPTIONS,
+        )
+        self.health = health.HealthServicer()
+        self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.hub, self._server)
+        self._add_services(self._server)
+        host, port = self.config.host, self.config.port
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError("worker.port", f"{host}:{port}", f"an address that can be bound ({error})") from error
+        self.address = f"{host}:{bound}"
+        self._server.start()
+
+    def _register(self, timeout_s: float) -> None:
+        self._registration: Registration | None = None
+        if not self.config.controller:
+            return
+        description = membership_pb2.WorkerDescription(
+            worker_id=self.config.worker_id,
+            incarnation=self.incarnation,
+            role=role_to_proto(self.config.role),
+            address=self.address,
+            model=model_to_proto(self.runner.model),
+            geometry=geometry_to_proto(self.runner.geometry),
+            pid=os.getpid(),
+        )
+        self._registration = Registration(
+            controller=self.config.controller,
+            worker=description,
+            heartbeat_s=self.config.heartbeat_s,
+            on_refused=lambda words: self.fail(f"the controller refused this worker: {words}"),
+        )
+        self._registration.start()
+        deadline = time.monotonic() + timeout_s
+        while not self._registration.wait_registered(0.1):
+            if self.failed.is_set() or time.monotonic() >= deadline:
+                problem = self.problem or f"no answer from the controller at {self.config.controller}"
+                self.stop()
+                raise PdserveError(problem)
+
+
+def _set_threads(threads: int) -> None:
+    """Ray gives actors one OpenMP thread unless told otherwise; the configuration decides instead."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def check_role(config: WorkerConfig, *roles: Role) -> None:
+    """Raises ConfigError if the configuration is for another role."""
+    if config.role not in roles:
+        raise ConfigError("worker.role", config.role.value, " or ".join(role.value for role in roles))
