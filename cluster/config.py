@@ -45,7 +45,7 @@ class SchedulerSection(Section):
 class PoolSection(Section):
     """One pool of equal workers."""
 
-    workers: int = Field(default=0, ge=0, le=1024, description="how many workers the pool has")
+    workers: int = Field(default=1, ge=0, le=1024, description="how many workers the pool has")
     threads: Literal["auto"] | PositiveInt = Field(
         default="auto",
         description="compute threads of each worker's engine; auto shares out the cores of a one-node cluster, and "
@@ -73,6 +73,12 @@ class PoolSection(Section):
         if self.num_blocks is not None and "kv_memory" in self.model_fields_set:
             raise ValueError("either kv_memory or num_blocks, not both")
         return self
+
+
+class AggregatedSection(PoolSection):
+    """The pool that a cluster has only when asked for."""
+
+    workers: int = Field(default=0, ge=0, le=1024, description="how many workers the pool has")
 
 
 class TransferSection(Section):
@@ -131,10 +137,11 @@ class RouterSection(Section):
 class RaySection(Section):
     """Where the workers run."""
 
-    address: str = Field(
-        default="local",
+    address: str | None = Field(
+        default=None,
         min_length=1,
-        description="local: start a Ray and end it again; auto: join the one that runs here; or host:port",
+        description="local: start a Ray and end it again; auto: join the one that runs here; or host:port; default: "
+        "that of the Ray job that this runs in, else local",
     )
     worker_host: str = Field(
         default="auto",
@@ -165,11 +172,11 @@ class ClusterConfig(Section):
     max_model_len: PositiveInt | None = Field(
         default=None, description="prompt and output tokens of one request; default: the model's own limit"
     )
-    prefill: PoolSection = Field(default=PoolSection(workers=1), description="workers that compute prompts")
-    decode: PoolSection = Field(
-        default=PoolSection(workers=1), description="workers that generate from transferred KV"
+    prefill: PoolSection = Field(default=PoolSection(), description="workers that compute prompts")
+    decode: PoolSection = Field(default=PoolSection(), description="workers that generate from transferred KV")
+    aggregated: AggregatedSection = Field(
+        default=AggregatedSection(), description="workers that do both by themselves"
     )
-    aggregated: PoolSection = Field(default=PoolSection(), description="workers that do both by themselves")
     transfer: TransferSection = Field(default=TransferSection(), description="how KV travels")
     router: RouterSection = Field(default=RouterSection(), description="the public end")
     ray: RaySection = Field(default=RaySection(), description="where the workers run")
@@ -208,8 +215,8 @@ class ClusterConfig(Section):
         Raises:
             ConfigError: a combination of values does not fit; the key is given as in the file.
         """
-        sizes = {role: self._num_blocks(role, model_path) for role in Role}
         counts = {role: self.pool(role).workers for role in Role}
+        sizes = {role: self._num_blocks(role, model_path) for role in Role if counts[role]}
         plans = plan_cores(cores, counts)
         configs = []
         for role in Role:

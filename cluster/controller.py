@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ import grpc
 from cluster.config import ClusterConfig
 from cluster.membership import MembershipServer
 from cluster.pools import WorkerPools
-from cluster.ray_session import RaySession
+from cluster.ray_session import RaySession, ray_address
 from pdcore.errors import PdserveError
 from protos import admin_pb2, admin_pb2_grpc, membership_pb2
 from router.service import RouterServer
@@ -38,14 +39,25 @@ class ClusterController:
         config: the cluster's configuration.
         report: told, in one line each, what a person at the terminal wants to know.
         log_to_driver: print what the workers log.
+        on_ray: called on the event loop once Ray is joined; Ray has taken SIGTERM for itself by then.
     """
 
-    def __init__(self, config: ClusterConfig, report: Callable[[str], None], *, log_to_driver: bool = True) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        report: Callable[[str], None],
+        *,
+        log_to_driver: bool = True,
+        on_ray: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config = config
         self.address = ""  # of the router
         self._report = report
         self._log_to_driver = log_to_driver
+        self._on_ray = on_ray
         self._session: RaySession | None = None
+        # Ray asks the kernel to end its processes with the thread that started them: that thread must stay.
+        self._ray_thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
         self._membership: MembershipServer | None = None
         self._pools: WorkerPools | None = None
         self._router: RouterServer | None = None
@@ -60,16 +72,18 @@ class ClusterController:
         self._report(f"resolving model {config.model}")
         path, name = await asyncio.to_thread(_resolve, config.model, self._report)
         started = time.monotonic()
-        self._report(
-            "starting a local Ray" if config.ray.address == "local" else f"joining Ray at {config.ray.address}"
+        address = ray_address(config)
+        self._report("starting a local Ray" if address == "local" else f"joining Ray at {address}")
+        opening = asyncio.get_running_loop().run_in_executor(
+            self._ray_thread, lambda: RaySession.open(config, log_to_driver=self._log_to_driver)
         )
-        opening = asyncio.ensure_future(asyncio.to_thread(RaySession.open, config, log_to_driver=self._log_to_driver))
         try:
             session = await asyncio.shield(opening)
         except asyncio.CancelledError:
             self._session = await opening  # cannot be interrupted; `stop` must find it
             raise
         self._session = session
+        self._on_ray()
         self._report(f"Ray is up ({time.monotonic() - started:.1f} s)")
         host = self._internal_host(session)
         self._membership = MembershipServer(host, dead_after_s=config.dead_after_s)
@@ -121,8 +135,10 @@ class ClusterController:
             await _attempt("the membership service", self._membership.stop())
             self._membership = None
         if self._session is not None:
-            await _attempt("Ray", asyncio.to_thread(self._session.close))
+            closing = asyncio.get_running_loop().run_in_executor(self._ray_thread, self._session.close)
+            await _attempt("Ray", closing)
             self._session = None
+        self._ray_thread.shutdown(wait=False)
 
     def _internal_host(self, session: RaySession) -> str:
         host = self.config.ray.worker_host

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from cluster.config import ClusterConfig
 from cluster.ray_session import RaySession
@@ -81,10 +81,17 @@ class WorkerActor:
             TimeoutError: it has not within `timeout_s`.
         """
         try:
-            info: HostedInfo = await asyncio.wait_for(_result(self._handle.info.remote()), timeout_s)
+            return await asyncio.wait_for(self._info(), timeout_s)
         except RayError as error:
             raise PdserveError(f"{self.worker_id} cannot start: {_cause(error)}") from error
-        return info
+
+    async def _info(self) -> HostedInfo:
+        while True:
+            try:
+                info: HostedInfo = await _result(self._handle.info.remote())
+                return info
+            except ActorUnavailableError:
+                await asyncio.sleep(0.1)  # Ray is starting its process again
 
     async def watch(self) -> str:
         """Wait for the worker's process to die; returns Ray's words for it. Noticed within milliseconds."""
@@ -96,6 +103,8 @@ class WorkerActor:
 
     async def drain(self, timeout_s: float) -> bool:
         """Let the worker finish what it has; False if it did not within `timeout_s` or is dead."""
+        if self._handle is None:
+            return True
         try:
             drained: bool = await asyncio.wait_for(_result(self._handle.drain.remote(timeout_s)), timeout_s + 5.0)
         except (RayError, TimeoutError) as error:
@@ -113,7 +122,7 @@ class WorkerActor:
             handle.__ray_terminate__.remote()
             # Pending calls fail when the process is gone.
             await asyncio.wait_for(_result(handle.wait_end.remote(_STOP_S)), _STOP_S)
-        except RayActorError:
+        except ActorDiedError:
             return
         except (RayError, TimeoutError) as error:
             logger.warning("%s did not stop by itself: %r", self.worker_id, error)
@@ -187,7 +196,8 @@ class WorkerPools:
         backoff = 1.0
         while True:
             problem = await worker.watch()
-            self._report(f"{worker.worker_id} died: {problem}")
+            logger.info("%s: %s", worker.worker_id, problem)
+            self._report(f"{worker.worker_id} has died; Ray starts it again")
             while True:
                 try:
                     info = await worker.ready(_RESTART_S)

@@ -15,6 +15,11 @@ from pdcore.types import Role
 _OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
 
 
+def ray_address(config: ClusterConfig) -> str:
+    """Where Ray is: as configured, else that of the job that this process belongs to, else one of our own."""
+    return config.ray.address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+
+
 @dataclass(frozen=True, slots=True)
 class RaySession:
     """A connection to Ray.
@@ -38,7 +43,8 @@ class RaySession:
         Raises:
             PdserveError: there is no Ray at the address, or it cannot be started.
         """
-        owned = config.ray.address == "local"
+        address = ray_address(config)
+        owned = address == "local"
         if owned:
             # A Ray for this process alone: nobody to tell about it, and nobody else to let in.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -56,7 +62,7 @@ class RaySession:
                 )
             else:
                 ray.init(
-                    address=config.ray.address,
+                    address=address,
                     namespace=config.name,
                     logging_level=logging.ERROR,
                     log_to_driver=log_to_driver,
@@ -65,7 +71,7 @@ class RaySession:
             hint = (
                 "is a Ray cluster running there? `ray start --head` starts one" if not owned else "see the log above"
             )
-            raise PdserveError(f"no Ray at {config.ray.address!r}: {error} ({hint})") from error
+            raise PdserveError(f"no Ray at {address!r}: {error} ({hint})") from error
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return cls(
             owned=owned,

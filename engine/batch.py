@@ -30,9 +30,9 @@ def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
     """
     num_seqs = len(parts)
     sequences = [part.sequence for part in parts]
-    starts = np.fromiter((sequence.num_computed for sequence in sequences), np.int64, num_seqs)
-    counts = np.fromiter((part.num_tokens for part in parts), np.int64, num_seqs)
-    num_decodes = int((counts == 1).sum())
+    starts = np.array([sequence.num_computed for sequence in sequences], np.int64)
+    counts = np.array([part.num_tokens for part in parts], np.int64)
+    num_decodes = int(np.count_nonzero(counts == 1))
     assert (counts[:num_decodes] == 1).all(), counts
 
     query_start = np.zeros(num_seqs + 1, np.int32)
@@ -45,20 +45,21 @@ def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
     width = max((sequence.num_blocks for sequence in sequences), default=0)
     block_tables = np.zeros((num_seqs, width), np.int32)
     row = 0
-    for i, (sequence, count) in enumerate(parts):
+    for table, (sequence, count) in zip(block_tables, parts, strict=True):
         done = sequence.num_computed
-        token_ids[row : row + count] = sequence.tokens[done : done + count]
-        block_tables[i, : sequence.num_blocks] = sequence.table[: sequence.num_blocks]
+        token_ids[row : row + count] = sequence.buffer[done : done + count]
+        table[: sequence.num_blocks] = sequence.table[: sequence.num_blocks]
         row += count
     blocks = block_tables[row_of, positions // block_size].astype(np.int64)
 
     sampled = [i for i, part in enumerate(parts) if part.samples]
     sampling = [sequences[i] for i in sampled]
     params = [sequence.spec.params for sequence in sampling]
+    floats = np.array([(p.temperature, p.top_p, p.min_p) for p in params], np.float32).reshape(-1, 3).T.copy()
     forbidden = [
         (r, token)
         for r, sequence in enumerate(sampling)
-        if sequence.generated < sequence.spec.params.min_tokens
+        if sequence.generated < params[r].min_tokens
         for token in sequence.stop_tokens
     ]
     return StepInput(
@@ -73,9 +74,9 @@ def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
         block_tables=block_tables,
         sample_rows=query_start[1:][sampled] - 1,
         sample_slots=np.arange(len(sampled), dtype=np.int32),
-        temperature=np.array([p.temperature for p in params], np.float32),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        min_p=np.array([p.min_p for p in params], np.float32),
+        temperature=floats[0],
+        top_p=floats[1],
+        min_p=floats[2],
         top_k=np.array([p.top_k for p in params], np.int32),
         seeds=np.array([p.seed for p in params], np.uint64),
         sample_index=np.zeros(len(sampled), np.int32),  # one sample per request

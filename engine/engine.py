@@ -104,13 +104,14 @@ class Engine:
         """End a sequence, whatever its state; no token of it is reported any more.
 
         A PREFILL sequence's blocks pass to the send session and stay until `release_send`. Returns False if there is
-        no such sequence (never was, or it is finished).
+        no such sequence (never was, or its last token has been reported).
         """
         with self.lock:
-            sequence = self._sequences.get(key)
-            if sequence is None:
-                return False
+            news = len(self._echoes)
             self._echoes = [echo for echo in self._echoes if echo.key != key]
+            sequence = self._sequences.get(key)
+            if sequence is None:  # it may have ended by the first token of its commit, which nobody has heard of
+                return len(self._echoes) < news
             sequence.abort()
             self._leave(sequence)
             return True

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.step import StepInput
 from pdcore.errors import PdserveError
 from pdcore.types import FinishReason, RequestKey
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [token_start, token_end) of a sequence, computed by one step.
 
     `is_prompt`: they are tokens that the request came with (prompt or delivered), whose KV a decode worker wants.

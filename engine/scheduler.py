@@ -218,7 +218,6 @@ def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> _Turn:
             continue
         if free == 0:
             victim = _victim(view, snapshot.sequences, preempted)
-            # Older ones run and will free their blocks, or blocks are on their way out of send sessions.
             if victim is None:
                 sitting_out.append(view.key)
                 continue
@@ -235,23 +234,16 @@ def _victim(
     needy: SequenceView, sequences: tuple[SequenceView, ...], preempted: dict[RequestKey, None]
 ) -> SequenceView | None:
     """Whose blocks `needy` gets: None if it had better wait."""
-    paused: SequenceView | None = None
-    for view in reversed(sequences):
-        if not view.blocks or not view.preemptible or view.key in preempted:
-            continue
-        if not view.has_credit:
-            paused = paused or view
-            continue
-        if view.key == needy.key:
-            break
-        # The youngest that runs; `needy` would have come up before any older one.
-        return view
-    # `needy` is the youngest that runs. With older ones running it waits for them.
-    older_runs = any(
-        view.blocks and view.has_credit and view.preemptible and view.key not in preempted and view.key != needy.key
-        for view in sequences
-    )
-    return None if older_runs else paused
+    holders = [view for view in sequences if view.blocks and view.preemptible and view.key not in preempted]
+    running = [view for view in holders if view.has_credit]
+    # The youngest that runs gives way, unless that is `needy` itself.
+    if running[-1].key != needy.key:
+        return running[-1]
+    # Older ones run, and will end or preempt `needy`: until then it keeps what it has.
+    if len(running) > 1:
+        return None
+    # Nobody else could use the memory: a client that stalls must not stop one that does not.
+    return next((view for view in reversed(holders) if not view.has_credit), None)
 
 
 def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, turn: _Turn, budget: int) -> _Admission:

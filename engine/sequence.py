@@ -53,12 +53,13 @@ class Sequence:
         |<------------------- num_tokens ---------------------->|
         |<------ num_computed: in the cache ------>|<- at least one, the input of a later step
 
-    `table[:num_blocks]` is the block table; it equals the block manager's list of the owner.
+    `buffer[:num_tokens]` are the tokens. `table[:num_blocks]` is the block table; it equals the block manager's list
+    of the owner.
     """
 
     __slots__ = (
         "_table_ids",
-        "_tokens",
+        "buffer",
         "chunks",
         "credit",
         "key",
@@ -94,8 +95,8 @@ class Sequence:
         self.num_known = len(known)
         self.num_tokens = len(known)
         self.num_computed = 0
-        self._tokens: NDArray[np.int64] = np.empty(total, np.int64)
-        self._tokens[: len(known)] = known
+        self.buffer: NDArray[np.int64] = np.empty(total, np.int64)
+        self.buffer[: len(known)] = known
         self.max_blocks = -(-(total - 1) // block_size)  # the last token is never an input, so never in the cache
         # A ticket has room for one token more than the prompt, even if that one turns out to be the last.
         self.table: NDArray[np.int32] = np.zeros(-(-total // block_size), np.int32)
@@ -134,11 +135,6 @@ class Sequence:
     def generated(self) -> int:
         """Tokens after the prompt, delivered ones included: the index of the next one."""
         return self.num_tokens - self.num_prompt
-
-    @property
-    def tokens(self) -> NDArray[np.int64]:
-        """int64 [num_tokens]; a view, not to be written."""
-        return self._tokens[: self.num_tokens]
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -181,7 +177,7 @@ class Sequence:
     def append(self, token: int) -> FinishReason | None:
         """Take the token that comes next, spend a credit for it, and say whether it is the last."""
         assert self.credit > 0, self.key
-        self._tokens[self.num_tokens] = token
+        self.buffer[self.num_tokens] = token
         self.num_tokens += 1
         self.credit -= 1
         reason: FinishReason | None = None

@@ -40,8 +40,8 @@ DTYPE_IDS: Final[Mapping[str, int]] = MappingProxyType({"float32": 1, "bfloat16"
 _CODEC_NAMES: Final = MappingProxyType({number: name for name, number in CODEC_IDS.items()})
 
 # magic, version, header bytes | header crc | frame bytes, flags, sections, codec id, codec version, dtype, layout,
-# ticket, generation, attempt, layers, heads, head dim, zero, tokens, raw bytes, payload bytes, request tag, model tag,
-# calibration digest (zero), codec parameters (zero), zero
+# ticket, generation, attempt, layers, heads, head dim, zero, tokens, raw bytes, payload bytes, request tag,
+# model tag, calibration digest (zero), codec parameters (zero), zero
 _LEAD: Final = struct.Struct("<8sHH")
 _CRC: Final = struct.Struct("<I")
 _REST: Final = struct.Struct("<IHHBBBBIQIHHHHHHIIII16s32s16s16s40s")
@@ -50,7 +50,8 @@ _SECTION: Final = struct.Struct("<BBBBIIIIIQ")
 FIXED_BYTES: Final = _LEAD.size + _CRC.size + _REST.size
 HEADER_BYTES: Final = FIXED_BYTES + 2 * _SECTION.size
 _CRC_OFFSET: Final = _LEAD.size
-assert FIXED_BYTES == 192 and HEADER_BYTES == 256
+assert FIXED_BYTES == 192
+assert HEADER_BYTES == 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class FrameLimits:
     @classmethod
     def for_ticket(
         cls,
+        *,
         ref: TicketRef,
         key: RequestKey,
         geometry: KvGeometry,
@@ -185,7 +187,9 @@ def misfit(problem: str) -> FrameError:
     return error
 
 
-def encode_header(limits: FrameLimits, span: FrameSpan, codec: str, payloads: tuple[tuple[str, int, int], ...]) -> bytes:
+def encode_header(
+    limits: FrameLimits, span: FrameSpan, codec: str, payloads: tuple[tuple[str, int, int], ...]
+) -> bytes:
     """Header of a frame whose payloads are known.
 
     Args:

@@ -48,9 +48,9 @@ def pack_frame(values: torch.Tensor, limits: FrameLimits, span: FrameSpan, codec
     for section in sections:
         encoded = codec.encode(section, limits.dtype)
         used = codec.name if encoded is not None else "raw"
-        payload: list[Buffer] = list(encoded) if encoded is not None else [memoryview(section)]
+        payload: list[Buffer] = list(encoded) if encoded is not None else [section.data]
         parts.append(payload)
-        table.append((used, sum(memoryview(part).nbytes for part in payload), zlib.crc32(section)))
+        table.append((used, sum(len(part) for part in payload), zlib.crc32(section.data)))
     chunks: list[Buffer] = [encode_header(limits, span, codec.name, tuple(table))]
     position = HEADER_BYTES
     for payload, (_, size, _), offset in zip(parts, table, section_offsets(tuple(t[1] for t in table)), strict=True):
@@ -82,7 +82,7 @@ def unpack_frame(frame: memoryview, header: FrameHeader) -> torch.Tensor:
 def _decode_section(frame: memoryview, section: Section, dtype: str, out: NDArray[np.uint8]) -> None:
     payload = frame[section.offset : section.offset + section.payload_bytes]
     CODECS[section.codec].decode(payload, dtype, out)
-    if zlib.crc32(out) != section.checksum:
+    if zlib.crc32(out.data) != section.checksum:
         raise FrameError(f"checksum mismatch in section {'KV'[section.kind]} ({section.codec})")
 
 

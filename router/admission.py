@@ -85,8 +85,8 @@ class AdmissionQueue:
     """Waiting requests in class order, then arrival order.
 
     A request that does not fit now may be passed by at most `max_passes` later ones; from then on nothing behind it
-    starts before it does, so that it is not starved by smaller ones. At most `look_ahead` requests that do not fit are
-    looked past, which bounds the cost of a call.
+    starts before it does, so that it is not starved by smaller ones. At most `look_ahead` requests that do not fit
+    are looked past, which bounds the cost of a call.
 
     Args:
         max_queue: waiting requests at most.

@@ -5,8 +5,8 @@ A request runs in one of two modes::
     disaggregated   prefill worker P computes the prompt and ships its KV to decode worker D
     local           one aggregated (or decode) worker runs both phases
 
-Loads are pushed and thus a little old. What this router has sent since is added, see `WorkerSnapshot`, so that a burst
-between two reports does not pile up on one worker.
+Loads are pushed and thus a little old. What this router has sent since is added, see `WorkerSnapshot`, so that a
+burst between two reports does not pile up on one worker.
 """
 
 from __future__ import annotations

@@ -27,18 +27,24 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens are byte strings (byte-level BPE).
+    """For tokenizers whose tokens are byte strings: byte-level BPE, and pieces with single bytes as a fallback.
 
     Args:
-        token_bytes: bytes of a token; empty for special and unknown ones.
+        token_bytes: bytes of a token, None for special and unknown ones; the second argument says whether it stands
+            at the beginning of the text, where some tokenizers drop a space.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int, bool], bytes | None]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = True
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._token_bytes(token_id))
+        data = self._token_bytes(token_id, self._at_start)
+        if data is None:
+            return ""
+        self._at_start = False
+        return self._decoder.decode(data)
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

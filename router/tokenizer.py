@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers import AddedToken, Tokenizer
 
 from pdcore.errors import ModelError
 from router.chat_template import ChatTemplate
 from router.text import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 
+logger = logging.getLogger(__name__)
+
 THREADS = 2
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 T = TypeVar("T")
 
 
@@ -67,9 +72,11 @@ class TextModel:
         self._special = {
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        self._bytes: dict[int, bytes] = {}
-        self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+        self._decoders = _decoder_types(tokenizer)
         self._byte_of = _byte_of_character()
+        # (token, at the start of the text) -> its bytes, None for special tokens; filled as tokens come.
+        self._bytes: dict[tuple[int, bool], bytes | None] = {}
+        self._anchor = next(iter(tokenizer.encode("a", add_special_tokens=False).ids), None)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
 
     @classmethod
@@ -117,7 +124,11 @@ class TextModel:
         """
         template = self._chat_template
         assert template is not None, "validated before"
-        return await self._run(lambda: self._tokenizer.encode(template.render(messages), add_special_tokens=False).ids)
+
+        def render_and_encode() -> list[int]:
+            return self._tokenizer.encode(template.render(messages), add_special_tokens=False).ids
+
+        return await self._run(render_and_encode)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of whole outputs, special tokens skipped. Every id must be below the model's vocabulary size."""
@@ -128,29 +139,47 @@ class TextModel:
         return TextStream(self.detokenizer(), stops)
 
     def detokenizer(self) -> Detokenizer:
-        if self._byte_level:
-            return ByteDetokenizer(self._token_bytes)
+        if "ByteLevel" in self._decoders:
+            return ByteDetokenizer(lambda token_id, _: self._cached_bytes(token_id, False, self._byte_level_bytes))
+        if "ByteFallback" in self._decoders and self._anchor is not None:
+            return ByteDetokenizer(lambda token_id, start: self._cached_bytes(token_id, start, self._piece_bytes))
         return WindowDetokenizer(self._decode)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        known = self._bytes.get(token_id)
-        if known is not None:
-            return known
-        token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
-        if token is None:
-            text = b""
-        elif all(character in self._byte_of for character in token):
-            text = bytes(self._byte_of[character] for character in token)
-        else:
-            text = token.encode()
-        self._bytes[token_id] = text
-        return text
+    def _cached_bytes(self, token_id: int, start: bool, compute: Callable[[str, int, bool], bytes]) -> bytes | None:
+        key = (token_id, start)
+        if key not in self._bytes:
+            token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
+            self._bytes[key] = None if token is None else compute(token, token_id, start)
+        return self._bytes[key]
+
+    def _byte_level_bytes(self, token: str, token_id: int, start: bool) -> bytes:
+        if all(character in self._byte_of for character in token):
+            return bytes(self._byte_of[character] for character in token)
+        return token.encode()
+
+    def _piece_bytes(self, token: str, token_id: int, start: bool) -> bytes:
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        if start:
+            return self._decode([token_id]).encode()
+        # Behind another token, so that what the decoder does at the start of a text is not done.
+        anchor = self._anchor
+        assert anchor is not None
+        return self._decode([anchor, token_id])[len(self._decode([anchor])) :].encode()
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _decoder_types(tokenizer: Tokenizer) -> frozenset[str]:
+    """Names of the steps by which a tokenizer turns tokens into text."""
+    if tokenizer.decoder is None:
+        return frozenset()
+    state = json.loads(tokenizer.decoder.__getstate__())
+    return frozenset(step["type"] for step in state.get("decoders", [state]))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -176,7 +205,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
-    except Exception as error:  # noqa: BLE001  # both libraries raise bare Exception
+    except Exception as error:  # both libraries raise bare Exception
         raise ModelError(f"no usable tokenizer in {folder}: {error}") from error
 
 
@@ -227,20 +256,25 @@ def _end_tokens(
 
 
 def _defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    def number(key: str) -> float | None:
+    def number(key: str, allowed: Callable[[float], bool]) -> float | None:
         value = generation.get(key)
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not allowed(value):
+            logger.warning("generation_config.json: %s is %r, which is not usable; ignored", key, value)
+            return None
+        return float(value)
 
-    def whole(key: str) -> int | None:
-        value = number(key)
+    def whole(key: str, least: int) -> int | None:
+        value = number(key, lambda value: least <= value <= 2**31 - 1)
         return None if value is None else int(value)
 
     # A publisher who says "do not sample" means greedy decoding, whatever temperature stands beside it.
     greedy = generation.get("do_sample") is False
     return GenerationDefaults(
-        max_tokens=whole("max_new_tokens"),
-        temperature=0.0 if greedy else number("temperature"),
-        top_k=whole("top_k"),
-        top_p=number("top_p"),
-        min_p=number("min_p"),
+        max_tokens=whole("max_new_tokens", 1),
+        temperature=0.0 if greedy else number("temperature", lambda value: value >= 0),
+        top_k=whole("top_k", 0),
+        top_p=number("top_p", lambda value: 0 < value <= 1),
+        min_p=number("min_p", lambda value: 0 <= value < 1),
     )

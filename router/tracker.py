@@ -174,6 +174,8 @@ class RequestTracker:
     ``(replays + 1) * token_window`` tokens wait for a client that reads nothing.
 
     Args:
+        last_attempt: the first attempt gets the next number. Another request may have used the same id before, and
+            a worker may still be letting go of it: numbers that go on keep the two apart.
         sink: gets the delivered tokens. now: time of arrival. All times are seconds on one monotonic clock.
     """
 
@@ -187,12 +189,13 @@ class RequestTracker:
         max_replays: int,
         sink: TokenSink,
         now: float,
+        last_attempt: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
         self.state = RequestState.QUEUED
-        self.attempt = 0
+        self.attempt = last_attempt
         self.delivered: list[int] = []
         self.timeline = Timeline(arrived=now)
         self.outcome: Outcome | None = None
@@ -268,13 +271,14 @@ class RequestTracker:
         self,
         worker_id: str,
         attempt: int,
-        sample: int,
         index: int,
         token_id: int,
         finish: FinishReason | None,
+        *,
+        sample: int,
         now: float,
     ) -> Sequence[Effect]:
-        """A worker reports a token: `index` counts the generated ones, delivered ones of earlier attempts included."""
+        """A worker reports a token. `index` counts generated tokens, those of earlier attempts included."""
         if attempt != self.attempt or self.state in (RequestState.QUEUED, RequestState.ENDED):
             return _NOTHING
         effects: list[Effect] = []
@@ -434,4 +438,3 @@ class RequestTracker:
         self.timeline.ended = now
         effects.append(Ended(outcome))
         return effects
-

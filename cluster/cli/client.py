@@ -56,8 +56,8 @@ def connect(address: str) -> Iterator[grpc.Channel]:
     except grpc.FutureTimeoutError:
         channel.close()
         raise fail(
-            f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or give "
-            f"the address that it printed with --address HOST:PORT"
+            f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
+            f"give the address that it printed with --address HOST:PORT"
         ) from None
     try:
         yield channel

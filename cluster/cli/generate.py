@@ -20,6 +20,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; read from standard input if it is left out or is -.")
     ] = None,
+    *,
     address: Annotated[str, typer.Option(help="HOST:PORT of a running cluster.")] = DEFAULT_ADDRESS,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message; use the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message before it; only with --chat.")] = None,
@@ -39,7 +40,9 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
     request_id: Annotated[str, typer.Option(help="Name of the request; made by the cluster if unset.")] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the whole answer may take.")] = 600.0,
-    timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went, on standard error.")] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Show where the time went, on standard error.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end; do not stream.")] = False,
 ) -> None:
     """Generate text on a running cluster and stream it to the terminal.
@@ -107,11 +110,11 @@ def _set_input(
             request.chat.messages.add(role="system", content=system)
         request.chat.messages.add(role="user", content=prompt)
     elif token_ids:
-        try:
-            request.token_ids.ids.extend(int(word) for word in re.split(r"[\s,]+", prompt.strip()) if word)
-        except ValueError as error:
-            raise fail(f"--token-ids: {error}; allowed: numbers from 0 up, as in '504, 3575'", EXIT_USAGE) from error
         request.token_ids.SetInParent()
+        for word in re.split(r"[\s,]+", prompt.strip()):
+            if not word.isascii() or not word.isdigit() or int(word) >= 1 << 32:
+                raise fail(f"--token-ids: {word!r} is not allowed; allowed: numbers, as in '504, 3575'", EXIT_USAGE)
+            request.token_ids.ids.append(int(word))
     else:
         request.prompt = prompt
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cluster.cli.client import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, fail
-from cluster.cli.settings import ray_address as choose_ray
 from cluster.cli.settings import read_settings
+from cluster.cli.signals import Signals
 from cluster.config import ClusterConfig
 from cluster.config_file import to_yaml
 from pdcore.errors import ConfigError, PdserveError
 
 
 def serve(
+    *,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
     aggregated: Annotated[int | None, typer.Option(help="Workers that do both phases.")] = None,
@@ -27,7 +27,11 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address that the router listens on.")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Port of the router; 0 picks a free one.")] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="local (a Ray of its own), auto (the one that runs here) or HOST:PORT.")
+        str | None,
+        typer.Option(
+            help="local (a Ray of its own), auto (the one that runs here) or HOST:PORT; default: "
+            "that of the Ray job, else local."
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file; flags win over it.")] = None,
     assignments: Annotated[
@@ -54,24 +58,26 @@ def serve(
       ray job submit --working-dir . --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
       -- python -m cluster serve --prefill 1 --decode 1
     """
+    if aggregated and prefill is None and decode is None and config is None:
+        prefill = decode = 0  # --aggregated alone asks for a cluster of nothing else
     settings = read_settings(
         config,
         {
-            "prefill.workers": prefill if prefill is not None or not _only(aggregated, decode) else 0,
-            "decode.workers": decode if decode is not None or not _only(aggregated, prefill) else 0,
+            "prefill.workers": prefill,
+            "decode.workers": decode,
             "aggregated.workers": aggregated,
             "model": model,
             "dtype": dtype,
             "router.host": host,
             "router.grpc_port": grpc_port,
-            "ray.address": choose_ray(ray_address, config),
+            "ray.address": ray_address,
         },
         assignments or (),
     )
     if print_config:
         typer.echo(to_yaml(settings), nl=False)
         return
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         code = asyncio.run(_serve(settings))
     except ConfigError as error:
@@ -81,22 +87,16 @@ def serve(
     raise typer.Exit(code)
 
 
-def _only(aggregated: int | None, other: int | None) -> bool:
-    """``--aggregated N`` alone asks for a cluster of nothing else."""
-    return bool(aggregated) and other is None
-
-
 async def _serve(settings: ClusterConfig) -> int:
     from cluster.controller import ClusterController  # Ray comes with it, which --help does not need
 
-    asked = _Signals()
-    controller = ClusterController(settings, _say)
+    asked = Signals()
+    controller = ClusterController(settings, _say, on_ray=asked.listen)
     try:
-        started = await asked.unless(controller.start(), signals=1)
+        started = await asked.unless(controller.start(), count=1)
         if not started:
             _say("interrupted before the cluster was ready")
             return EXIT_INTERRUPTED
-        asked.listen()  # Ray takes SIGTERM for itself when it starts
         count = len(controller.members().members)
         typer.echo(f"READY grpc={controller.address} model={settings.model} workers={count}")
         await asked.wait(1)
@@ -105,7 +105,7 @@ async def _serve(settings: ClusterConfig) -> int:
         async def drain() -> None:
             drained.append(await controller.drain())
 
-        if not await asked.unless(drain(), signals=2):
+        if not await asked.unless(drain(), count=2):
             _say("told again to end: not waiting for running requests")
             return EXIT_INTERRUPTED
         return 0 if drained[0] else EXIT_FAILED
@@ -116,47 +116,3 @@ async def _serve(settings: ClusterConfig) -> int:
 
 def _say(line: str) -> None:
     typer.echo(line)
-
-
-class _Signals:
-    """Counts SIGTERM and SIGINT on the running event loop."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._more = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.listen()
-
-    def listen(self) -> None:
-        """Take both signals; again if somebody else has taken them since."""
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, self._signalled)
-
-    def _signalled(self) -> None:
-        self._count += 1
-        task = asyncio.ensure_future(self._notify())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _notify(self) -> None:
-        async with self._more:
-            self._more.notify_all()
-
-    async def wait(self, signals: int) -> None:
-        """Until that many signals have come."""
-        async with self._more:
-            await self._more.wait_for(lambda: self._count >= signals)
-
-    async def unless(self, work: object, *, signals: int) -> bool:
-        """Run `work`; cancel it once that many signals have come. True if it was completed."""
-        working = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        waiting = asyncio.ensure_future(self.wait(signals))
-        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if working.done():
-            working.result()
-            return True
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        return False

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -14,7 +13,7 @@ from cluster.config_file import load_config
 from pdcore.errors import ConfigError
 
 
-def read_settings(config: Path | None, flags: dict[str, object], assignments: Sequence[str] = ()) -> ClusterConfig:
+def read_settings(config: Path | None, flags: Mapping[str, object], assignments: Sequence[str] = ()) -> ClusterConfig:
     """The cluster's configuration from a file, flags (None: not given) and ``--set KEY=VALUE``, the last winning.
 
     Ends the command with an error if a key or value is wrong.
@@ -32,10 +31,3 @@ def read_settings(config: Path | None, flags: dict[str, object], assignments: Se
         return load_config(config, overrides)
     except ConfigError as error:
         raise fail(str(error), EXIT_USAGE) from error
-
-
-def ray_address(given: str | None, config: Path | None) -> str | None:
-    """The Ray to use: as given, else that of the job that this runs in, else the file's, else one of our own."""
-    if given is not None or config is not None:
-        return given
-    return "auto" if os.environ.get("RAY_ADDRESS") else None

@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Buffer: TypeAlias = bytes | memoryview | NDArray[np.uint8]
-"""Contiguous bytes, joinable by ``b"".join``."""
+Buffer: TypeAlias = bytes | memoryview
+"""Contiguous bytes (a memoryview has format ``B``), joinable by ``b"".join``."""
 
 
 class Codec(Protocol):

@@ -49,7 +49,7 @@ class BexpZstdCodec:
         )
         if low.size + len(packed) >= values.size:
             return None
-        return memoryview(low), packed
+        return low.data, packed
 
     def decode(self, payload: memoryview, dtype: str, out: NDArray[np.uint8]) -> None:
         count = out.size // 2

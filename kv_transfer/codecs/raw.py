@@ -18,7 +18,7 @@ class RawCodec:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
     def encode(self, values: NDArray[np.uint8], dtype: str) -> Sequence[Buffer] | None:
-        return (memoryview(values),)
+        return (values.data,)
 
     def decode(self, payload: memoryview, dtype: str, out: NDArray[np.uint8]) -> None:
         if len(payload) != out.size:

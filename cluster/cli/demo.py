@@ -1,0 +1,86 @@
+"""``pdserve demo``: the whole path on a cluster of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.cli.client import EXIT_FAILED, EXIT_INTERRUPTED, fail
+from cluster.cli.settings import read_settings
+from cluster.config import ClusterConfig
+from cluster.timeline import Answer
+from pdcore.errors import PdserveError
+
+
+def demo(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the requests and their timelines as data.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Short name, model folder, GGUF file or hub id.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+) -> None:
+    """Start one prefill and one decode worker and a router, send three requests, show where their time went.
+
+    Uses a Ray and ports of its own, and ends all that it started.
+
+    Examples:
+
+      pdserve demo
+
+      pdserve demo --json build/demo.json
+    """
+    flags = {
+        "name": "pdserve-demo",
+        "model": model,
+        "dtype": dtype,
+        "router.grpc_port": 0,
+        "ray.address": "local",
+    }
+    settings = read_settings(None, flags)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = Console()
+    try:
+        answers = asyncio.run(_demo(settings, console))
+    except PdserveError as error:
+        raise fail(str(error), EXIT_FAILED) from error
+    from cluster.demo import write_json
+    from cluster.timeline import timeline_table
+
+    console.print(timeline_table(answers))
+    if json_file is not None:
+        try:
+            write_json(json_file, answers)
+        except OSError as error:
+            raise fail(f"cannot write {json_file}: {error}", EXIT_FAILED) from error
+        console.print(f"written to {json_file}", highlight=False)
+
+
+async def _demo(settings: ClusterConfig, console: Console) -> list[Answer]:
+    from cluster.cli.signals import Signals
+    from cluster.controller import ClusterController  # Ray comes with it, which --help does not need
+    from cluster.demo import demo_rounds, run_requests
+    from cluster.demo_view import make_view
+
+    def say(line: str) -> None:
+        console.print(f"[dim]{line}[/]", highlight=False)
+
+    signals = Signals()
+    controller = ClusterController(settings, say, log_to_driver=False, on_ray=signals.listen)
+    answers: list[Answer] = []
+
+    async def work() -> None:
+        await controller.start()
+        answers.extend(await run_requests(controller.address, demo_rounds(), make_view(console)))
+        await controller.drain()
+
+    try:
+        if not await signals.unless(work(), count=1):
+            raise fail("interrupted", EXIT_INTERRUPTED)
+    finally:
+        await controller.stop()
+    return answers

@@ -1,0 +1,37 @@
+"""``pdserve models``: what --model takes on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False) -> None:
+    """List the models known by a short name, and those converted before.
+
+    --model also takes a Hugging Face folder (safetensors), a GGUF file, and a hub id where the network allows.
+
+    Examples:
+
+      pdserve models
+
+      pdserve serve --model smollm2-135m
+    """
+    from engine.model_store import list_models
+
+    entries = list_models()
+    if as_json:
+        print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2, default=str))
+        return
+    table = Table()
+    for name in ("model", "state", "size", "source", "folder"):
+        table.add_column(name, overflow="fold", justify="right" if name == "size" else "left")
+    for entry in entries:
+        size = f"{entry.size_bytes / 1e6:,.0f} MB" if entry.size_bytes else "-"
+        table.add_row(entry.name, entry.state, size, entry.source, str(entry.path or "-"))
+    Console().print(table)

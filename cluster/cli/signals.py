@@ -1,0 +1,51 @@
+"""SIGTERM and SIGINT as something to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+
+
+class Signals:
+    """Counts SIGTERM and SIGINT on the running event loop."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._more = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.listen()
+
+    def listen(self) -> None:
+        """Take both signals; again if somebody else has taken them since."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._signalled)
+
+    def _signalled(self) -> None:
+        self._count += 1
+        task = asyncio.ensure_future(self._notify())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _notify(self) -> None:
+        async with self._more:
+            self._more.notify_all()
+
+    async def wait(self, count: int) -> None:
+        """Until that many signals have come."""
+        async with self._more:
+            await self._more.wait_for(lambda: self._count >= count)
+
+    async def unless(self, work: Coroutine[object, object, object], *, count: int) -> bool:
+        """Run `work`; cancel it once that many signals have come. True if it was completed."""
+        working = asyncio.ensure_future(work)
+        waiting = asyncio.ensure_future(self.wait(count))
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if working.done():
+            working.result()
+            return True
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        return False

@@ -1,0 +1,58 @@
+"""The model runner of the CPU backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from engine.attention import plan_attention
+from engine.kv_cache import PagedKvCache
+from engine.models.llama import LlamaModel
+from engine.sampler import sample
+from engine.step import StepInput, StepOutput, StepProgress
+from pdcore.types import KvGeometry, ModelInfo
+
+
+class CpuModelRunner:
+    """Runs steps on CPU. One thread calls `run`; `progress` and the cache's `gather`/`scatter` serve others meanwhile.
+
+    Attributes:
+        model, geometry, progress: see `engine.step.ModelRunner`.
+        cache: the paged cache, with `gather` and `scatter` in the canonical layout.
+    """
+
+    def __init__(self, network: LlamaModel, model: ModelInfo, geometry: KvGeometry, max_num_seqs: int) -> None:
+        """`max_num_seqs`: sample slots are below this."""
+        self.model = model
+        self.geometry = geometry
+        self.progress = StepProgress()
+        self.cache = PagedKvCache(geometry)
+        self._network = network
+        self._last_sampled = np.zeros(max_num_seqs, np.int64)
+
+    def run(self, step: StepInput) -> StepOutput:
+        """Run one forward pass, write K and V of its tokens, sample. Blocks until the tokens are on the host."""
+        self.progress.layers_done = 0  # before the id: a reader must never see this step with the last one's count
+        self.progress.step_id = step.step_id
+        with torch.inference_mode():
+            tokens = sample(self._logits(step), step).numpy()
+        self._last_sampled[step.sample_slots] = tokens
+        return StepOutput(tokens)
+
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """`run` without the sampling: float32 [R, vocab_size]. For tests and for scoring given tokens."""
+        with torch.inference_mode():
+            return self._logits(step)
+
+    def _logits(self, step: StepInput) -> torch.Tensor:
+        network = self._network
+        plan = plan_attention(step, self.cache, network.heads, network.compute)
+        token_ids = np.where(step.token_slots >= 0, self._last_sampled[step.token_slots], step.token_ids)
+        return network.forward(
+            torch.from_numpy(token_ids),
+            torch.from_numpy(step.positions),
+            torch.from_numpy(step.sample_rows.astype(np.int64)),
+            plan,
+            self.cache,
+            self.progress,
+        )

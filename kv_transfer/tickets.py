@@ -1,0 +1,359 @@
+"""The receiver's side of all transfers as a pure state machine: tickets, their generations, leases and frames.
+
+Nothing here waits, replies, reads a clock or touches KV. `KvReceiver` feeds `TicketTable` what happens and carries
+out the effects that it returns; the exhaustive tests feed it everything that could happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kv_transfer.manifest import Coverage, FrameSpan, Manifest, TicketRef
+from kv_transfer.receiving import (
+    AckFrame,
+    CommitTicket,
+    ConfirmCommit,
+    DecodeFrame,
+    ReceiveSession,
+    RefuseTicket,
+    RejectFrame,
+    ReleaseTicket,
+    ScatterFrame,
+    TicketEffect,
+    TicketPhase,
+)
+from pdcore.errors import TicketError
+from pdcore.types import RequestKey
+
+
+class TicketTable:
+    """All tickets of one receiver.
+
+    A ticket is a slot number, reused, and a generation, never reused: ``TicketRef``. Everything that comes off the
+    wire names one, and what names no live ticket touches nothing.
+
+    Every method takes one event and returns what is to be done, in order. `DecodeFrame`, `ScatterFrame`, `AckFrame`
+    and `RejectFrame` speak of the frame of the event; each offered frame gets exactly one of the last two.
+    """
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._sessions: dict[TicketRef, ReceiveSession] = {}
+        self._by_key: dict[RequestKey, TicketRef] = {}
+        self._free: list[int] = []
+        self._slots = 0
+        # How each slot's last use ended, to answer what comes late: the manifest it was committed by, or a reason.
+        self._ends: dict[int, tuple[int, Manifest | str]] = {}
+
+    # --- the owner ------------------------------------------------------------------------------------------------
+
+    def grant(
+        self,
+        *,
+        key: RequestKey,
+        router_id: str,
+        num_layers: int,
+        token_start: int,
+        token_end: int,
+        lease_s: float,
+        now: float,
+    ) -> TicketRef:
+        """Open a ticket for tokens ``[token_start, token_end)``.
+
+        Raises:
+            TicketError: the request has an open ticket already.
+        """
+        if key in self._by_key:
+            raise TicketError(f"request {key.request_id} attempt {key.attempt} has a ticket already")
+        if self._free:
+            slot = min(self._free)
+            self._free.remove(slot)
+        else:
+            slot = self._slots
+            self._slots += 1
+        self._generation += 1
+        ref = TicketRef(slot, self._generation)
+        self._sessions[ref] = ReceiveSession(
+            ref=ref,
+            key=key,
+            router_id=router_id,
+            token_end=token_end,
+            lease_s=lease_s,
+            deadline=now + lease_s,
+            coverage=Coverage(num_layers, token_start, token_end),
+        )
+        self._by_key[key] = ref
+        return ref
+
+    def renew(self, router_id: str, now: float) -> None:
+        """The router lives: its tickets' leases start anew."""
+        for session in self._sessions.values():
+            if session.router_id == router_id and now < session.deadline:
+                session.deadline = now + session.lease_s
+
+    def release(self, key: RequestKey, reason: str, failed: bool = False) -> tuple[TicketEffect, ...]:
+        """The owner takes the ticket back (`failed`: against the request's interest). Idempotent."""
+        ref = self._by_key.get(key)
+        return self._end(self._sessions[ref], reason, failed) if ref is not None else ()
+
+    def release_router(self, router_id: str, reason: str) -> tuple[TicketEffect, ...]:
+        """Everything that belongs to a router is taken back."""
+        return self._end_all(lambda session: session.router_id == router_id, reason, failed=False)
+
+    def release_all(self, reason: str) -> tuple[TicketEffect, ...]:
+        """Every ticket is taken back."""
+        return self._end_all(lambda session: True, reason, failed=False)
+
+    def tick(self, now: float) -> tuple[TicketEffect, ...]:
+        """Time has passed: expire what was not renewed."""
+        return self._end_all(lambda session: now >= session.deadline, "the ticket's lease expired", failed=True)
+
+    @property
+    def open_tickets(self) -> int:
+        """Tickets neither committed nor released."""
+        return len(self._sessions)
+
+    def wanted(self, ref: TicketRef) -> bool:
+        """Frames of this ticket can still be taken: worth assembling."""
+        session = self._sessions.get(ref)
+        return session is not None and session.phase is TicketPhase.OPEN
+
+    # --- the wire -------------------------------------------------------------------------------------------------
+
+    def frame_offered(
+        self, ref: TicketRef, index: int, *, stream: int, wire_bytes: int, first_byte_at: float, now: float
+    ) -> tuple[TicketEffect, ...]:
+        """A whole frame is here, not decoded yet."""
+        session, late = self._open(ref, stream, now)
+        if session is None:
+            return late
+        session.deadline = now + session.lease_s
+        counts = session.counts
+        if counts.first_byte_at is None:
+            counts = replace(counts, first_byte_at=first_byte_at)
+        session.counts = replace(counts, wire_bytes=counts.wire_bytes + wire_bytes)
+        if index in session.checksums:
+            session.counts = replace(session.counts, retries=session.counts.retries + 1)
+            return (AckFrame(),)
+        return (DecodeFrame(),)
+
+    def frame_verified(
+        self,
+        ref: TicketRef,
+        index: int,
+        span: FrameSpan,
+        checksums: tuple[int, ...],
+        codec_bytes: tuple[tuple[str, int], ...],
+    ) -> tuple[TicketEffect, ...]:
+        """A wanted frame is decoded, and its checksums and header fit the ticket. `codec_bytes`: by section."""
+        session = self._sessions.get(ref)
+        if session is None or session.phase is not TicketPhase.OPEN:
+            return (RejectFrame(False, self._why(ref)),)
+        if index in session.checksums:  # two copies were decoded side by side
+            return (AckFrame(),)
+        if not session.coverage.add(span):
+            reason = f"frame {index} covers what another frame covers, or nothing of the ticket"
+            return (RejectFrame(False, reason), *self._end(session, reason, failed=True))
+        session.checksums[index] = checksums
+        session.in_flight.add(index)
+        totals = dict(session.counts.codec_bytes)
+        for codec, size in codec_bytes:
+            totals[codec] = totals.get(codec, 0) + size
+        session.counts = replace(
+            session.counts,
+            raw_bytes=session.counts.raw_bytes + sum(size for _, size in codec_bytes),
+            frames=session.counts.frames + 1,
+            codec_bytes=tuple(totals.items()),
+        )
+        return (ScatterFrame(),)
+
+    def frame_bad(self, ref: TicketRef, index: int, retryable: bool, reason: str) -> tuple[TicketEffect, ...]:
+        """A wanted frame is damaged (`retryable`: the sender may try again) or does not fit its ticket."""
+        session = self._sessions.get(ref)
+        if session is None or session.phase is not TicketPhase.OPEN:
+            return (RejectFrame(False, self._why(ref)),)
+        if retryable:
+            session.counts = replace(session.counts, retries=session.counts.retries + 1)
+            return (RejectFrame(True, reason),)
+        return (RejectFrame(False, reason), *self._end(session, f"frame {index}: {reason}", failed=True))
+
+    def frame_scattered(self, ref: TicketRef, index: int) -> tuple[TicketEffect, ...]:
+        """A frame is in its blocks."""
+        session = self._sessions[ref]
+        session.in_flight.remove(index)
+        if session.phase is TicketPhase.ENDING:
+            return (RejectFrame(False, session.end_reason), *self._finish_ending(session))
+        return (AckFrame(), *self._try_commit(session))
+
+    def scatter_failed(self, ref: TicketRef, index: int, reason: str) -> tuple[TicketEffect, ...]:
+        """A frame could not be written to its blocks: the ticket cannot be filled."""
+        session = self._sessions[ref]
+        session.in_flight.remove(index)
+        effects = (
+            self._finish_ending(session)
+            if session.phase is TicketPhase.ENDING
+            else self._end(session, f"frame {index}: {reason}", failed=True)
+        )
+        return (RejectFrame(False, reason), *effects)
+
+    def manifest_arrived(self, manifest: Manifest, stream: int, now: float) -> tuple[TicketEffect, ...]:
+        """The sender's closing statement, perhaps before the last frame, perhaps again."""
+        ref = manifest.ref
+        if ref not in self._sessions and self._ends.get(ref.ticket_id) == (ref.generation, manifest):
+            return (ConfirmCommit(stream, ref),)
+        session, late = self._open(ref, stream, now)
+        if session is None:
+            return tuple(effect for effect in late if not isinstance(effect, RejectFrame))
+        session.deadline = now + session.lease_s
+        if session.manifest is not None:
+            if session.manifest == manifest:
+                return ()
+            return self._end(session, "two manifests that differ", failed=True)
+        if manifest.key != session.key or manifest.num_tokens != session.token_end:
+            return self._end(
+                session,
+                f"manifest for {manifest.key} with {manifest.num_tokens} tokens, the ticket is for {session.key} "
+                f"with {session.token_end}",
+                failed=True,
+            )
+        session.manifest = manifest
+        return self._try_commit(session)
+
+    def commit_done(self, ref: TicketRef, accepted: bool) -> tuple[TicketEffect, ...]:
+        """The host has answered a `CommitTicket`."""
+        session = self._sessions[ref]
+        assert session.phase is TicketPhase.COMMITTING, session.phase
+        assert session.manifest is not None
+        assert session.stream is not None
+        if accepted:
+            self._remove(session, session.manifest)
+            return (ConfirmCommit(session.stream, ref),)
+        session.phase = TicketPhase.ENDING
+        session.end_reason = "the request is gone"
+        return (RefuseTicket(session.stream, ref, session.end_reason), *self._finish_ending(session))
+
+    def sender_aborted(self, ref: TicketRef, stream: int, reason: str) -> tuple[TicketEffect, ...]:
+        """The sender gives up."""
+        session = self._sessions.get(ref)
+        if session is None or not session.bind(stream):
+            return ()
+        return self._end(session, f"the sender gave up: {reason}", failed=True, tell=False)
+
+    def stream_closed(self, stream: int, reason: str) -> tuple[TicketEffect, ...]:
+        """A stream is gone, and with it the senders of the tickets that listened to it."""
+        return self._end_all(lambda session: session.stream == stream, reason, failed=True, tell=False)
+
+    # --- inner steps ----------------------------------------------------------------------------------------------
+
+    def _open(
+        self, ref: TicketRef, stream: int, now: float
+    ) -> tuple[ReceiveSession, tuple[()]] | tuple[None, tuple[TicketEffect, ...]]:
+        """The session that may take something from `stream`, or the refusal."""
+        session = self._sessions.get(ref)
+        expired: tuple[TicketEffect, ...] = ()
+        if session is not None and session.phase is TicketPhase.OPEN:
+            if now < session.deadline:
+                if session.bind(stream):
+                    return session, ()
+                reason = "the ticket is being filled by another stream"
+                return None, (RejectFrame(False, reason), RefuseTicket(stream, ref, reason))
+            expired = self._end(session, "the ticket's lease expired", failed=True)
+        reason = self._why(ref)
+        if self._over(ref):
+            # The sender knows, or will: the confirmation or the refusal is on its way or lies behind it.
+            return None, (RejectFrame(False, reason), *expired)
+        return None, (RejectFrame(False, reason), RefuseTicket(stream, ref, reason), *expired)
+
+    def _over(self, ref: TicketRef) -> bool:
+        """The ticket is committed, or about to be."""
+        session = self._sessions.get(ref)
+        if session is not None:
+            return session.phase is TicketPhase.COMMITTING
+        generation, end = self._ends.get(ref.ticket_id, (0, ""))
+        return generation == ref.generation and isinstance(end, Manifest)
+
+    def _why(self, ref: TicketRef) -> str:
+        """Why a ticket takes nothing."""
+        session = self._sessions.get(ref)
+        if session is not None:
+            return session.end_reason or f"the ticket is {session.phase.value}"
+        generation, end = self._ends.get(ref.ticket_id, (0, ""))
+        if generation == ref.generation:
+            return end if isinstance(end, str) else "the ticket is committed"
+        if ref.ticket_id >= self._slots or ref.generation > self._generation:
+            return f"ticket {ref.ticket_id} generation {ref.generation} was never granted"
+        return f"ticket {ref.ticket_id} generation {ref.generation} is stale"
+
+    def _try_commit(self, session: ReceiveSession) -> tuple[TicketEffect, ...]:
+        if session.phase is not TicketPhase.OPEN or not session.all_scattered:
+            return ()
+        problem = session.manifest_problem()
+        if problem is not None:
+            return self._end(session, f"the manifest does not fit: {problem}", failed=True)
+        assert session.manifest is not None
+        session.phase = TicketPhase.COMMITTING
+        return (CommitTicket(session.ref, session.key, session.manifest.first_token, session.counts),)
+
+    def _end(self, session: ReceiveSession, reason: str, failed: bool, tell: bool = True) -> tuple[TicketEffect, ...]:
+        if session.phase is not TicketPhase.OPEN:
+            return ()
+        session.phase = TicketPhase.ENDING
+        session.end_reason = reason
+        session.end_failed = failed
+        refusal: tuple[TicketEffect, ...] = ()
+        if tell and session.stream is not None:
+            refusal = (RefuseTicket(session.stream, session.ref, reason),)
+        return (*refusal, *self._finish_ending(session))
+
+    def _end_all(
+        self, chosen: Callable[[ReceiveSession], bool], reason: str, failed: bool, tell: bool = True
+    ) -> tuple[TicketEffect, ...]:
+        sessions = [session for session in self._sessions.values() if chosen(session)]
+        return tuple(effect for session in sessions for effect in self._end(session, reason, failed, tell))
+
+    def _finish_ending(self, session: ReceiveSession) -> tuple[TicketEffect, ...]:
+        if session.in_flight:
+            return ()
+        self._remove(session, session.end_reason)
+        return (ReleaseTicket(session.ref, session.key, session.end_reason, session.end_failed),)
+
+    def _remove(self, session: ReceiveSession, end: Manifest | str) -> None:
+        del self._sessions[session.ref]
+        del self._by_key[session.key]
+        self._free.append(session.ref.ticket_id)
+        self._ends[session.ref.ticket_id] = (session.ref.generation, end)
+
+    def check_integrity(self) -> None:
+        """Asserts the table's own invariants."""
+        assert {session.key: ref for ref, session in self._sessions.items()} == self._by_key
+        used = [ref.ticket_id for ref in self._sessions]
+        assert sorted(used + self._free) == list(range(self._slots)), (used, self._free)
+        for session in self._sessions.values():
+            assert session.in_flight <= session.checksums.keys()
+            assert session.phase is not TicketPhase.ENDING or session.in_flight, "an ended ticket lingers"
+            assert session.phase is not TicketPhase.COMMITTING or not session.in_flight
+
+    def copy(self) -> TicketTable:
+        """An independent table in the same state."""
+        twin = TicketTable()
+        twin._generation = self._generation
+        twin._sessions = {ref: session.copy() for ref, session in self._sessions.items()}
+        twin._by_key = dict(self._by_key)
+        twin._free = list(self._free)
+        twin._slots = self._slots
+        twin._ends = dict(self._ends)
+        return twin
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Hashable value of all that can still make a difference; texts and counters do not."""
+        ends = (
+            (slot, generation, end if isinstance(end, Manifest) else None)
+            for slot, (generation, end) in sorted(self._ends.items(), key=lambda item: item[0])
+        )
+        return (
+            self._generation,
+            tuple(session.snapshot() for _, session in sorted(self._sessions.items())),
+            tuple(sorted(self._free)),
+            tuple(ends),
+        )

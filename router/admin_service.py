@@ -1,0 +1,39 @@
+"""What an operator asks a router."""
+
+from __future__ import annotations
+
+import grpc
+
+from pdcore.clock import Clock
+from pdcore.config import RouterConfig
+from protos import admin_pb2, admin_pb2_grpc
+from protos.convert import model_to_proto
+from router.dispatcher import Dispatcher
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """See admin.proto."""
+
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, clock: Clock) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._started = clock.now()
+
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.GetStatusReply:
+        dispatcher = self._dispatcher
+        model = dispatcher.pool.model
+        return admin_pb2.GetStatusReply(
+            router_id=self._config.router_id,
+            uptime_s=self._clock.now() - self._started,
+            model=None if model is None else model_to_proto(model),
+            draining=dispatcher.draining,
+            queued_requests=dispatcher.queued,
+            running_requests=dispatcher.running,
+            finished_requests=dispatcher.counters.finished,
+            failed_requests=dispatcher.counters.failed,
+            replays=dispatcher.counters.replays,
+            workers=dispatcher.pool.statuses(),
+        )

@@ -1,0 +1,67 @@
+"""gRPC options of the router's hops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Options = Sequence[tuple[str, int]]
+
+# Inside the cluster a host that vanished must be noticed in one to two seconds; by default nobody would.
+_INTERNAL_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+)
+
+# Clients on the outside ping as they like, or not at all for days; they are never sent away for it.
+_PUBLIC_KEEPALIVE = (
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+def _message_limits(max_message_bytes: int) -> Options:
+    return (
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+    )
+
+
+def internal_channel_options(max_message_bytes: int) -> Options:
+    """Router to worker or controller. Reconnecting is done above the channel, so its own backoff is kept short."""
+    return (
+        *_INTERNAL_KEEPALIVE,
+        *_message_limits(max_message_bytes),
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+    )
+
+
+def public_server_options(max_message_bytes: int) -> Options:
+    """The public port. Without so_reuseport=0 a second router on a taken port would bind silently."""
+    return (*_PUBLIC_KEEPALIVE, *_message_limits(max_message_bytes), ("grpc.so_reuseport", 0))
+
+
+def client_options(max_message_bytes: int, read_ahead_bytes: int) -> Options:
+    """A client of the public port.
+
+    Args:
+        read_ahead_bytes: what the server may send of one stream before this client reads it. gRPC's own choice grows
+            to megabytes, which would hide a slow reader from the router.
+    """
+    return (
+        *_message_limits(max_message_bytes),
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", read_ahead_bytes),
+    )

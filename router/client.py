@@ -1,0 +1,284 @@
+"""Typed clients of the public API, synchronous and asynchronous.
+
+::
+
+    with Client("127.0.0.1:50051") as client:
+        for event in client.generate("Once upon a time", Sampling(max_tokens=32)):
+            print(event.text, end="")
+
+Failures raise the errors of `pdcore.errors`: InvalidRequest names the field, Overloaded says when to try again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from protos import generation_pb2, generation_pb2_grpc
+from router.channels import client_options
+from router.wire_errors import error_of
+
+MAX_MESSAGE_BYTES = 16 << 20
+READ_AHEAD_BYTES = 64 << 10
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""Text, token ids, or chat messages with ``role`` and ``content``."""
+
+Event = generation_pb2.GenerateEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """See `Sampling` in generation.proto; None takes the default stated there."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. `end` has the finish reason, the usage and the timeline."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    end: generation_pb2.End
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop``, ``length`` or ``cancelled``."""
+        return finish_reason_name(self.end.finish_reason)
+
+
+def finish_reason_name(reason: generation_pb2.FinishReason.ValueType) -> str:
+    """``stop``, ``length`` or ``cancelled``."""
+    return generation_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
+
+
+def build_request(
+    prompt: Prompt,
+    sampling: Sampling | None = None,
+    *,
+    model: str = "",
+    request_id: str = "",
+    tenant: str = "",
+    priority: str = "",
+) -> generation_pb2.GenerateRequest:
+    """The message for a request; see `Client.generate`. Raises ValueError for what the message cannot carry."""
+    message = generation_pb2.GenerateRequest(
+        request_id=request_id, model=model, tenant=tenant, sampling=_sampling_message(sampling or Sampling())
+    )
+    if priority:
+        message.priority = generation_pb2.Priority.Value(f"PRIORITY_{priority.upper()}")
+    if isinstance(prompt, str):
+        message.prompt = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        message.chat.CopyFrom(_chat_message(prompt))
+    else:
+        message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # the branch above has taken the messages
+        message.token_ids.SetInParent()
+    return message
+
+
+def _sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
+    return generation_pb2.Sampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        min_tokens=sampling.min_tokens,
+    )
+
+
+def _chat_message(messages: Sequence[Any]) -> generation_pb2.Chat:
+    return generation_pb2.Chat(
+        messages=[generation_pb2.ChatMessage(role=entry["role"], content=entry["content"]) for entry in messages]
+    )
+
+
+def _tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str) -> generation_pb2.TokenizeRequest:
+    if isinstance(prompt, str):
+        return generation_pb2.TokenizeRequest(model=model, prompt=prompt)
+    return generation_pb2.TokenizeRequest(model=model, chat=_chat_message(prompt))
+
+
+class _Collector:
+    """Puts the events of one request together."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._last = Event()
+
+    def add(self, event: Event) -> None:
+        self._text.append(event.text)
+        self._token_ids.extend(event.token_ids)
+        self._last = event
+
+    def completion(self) -> Completion:
+        return Completion(self._last.request_id, "".join(self._text), tuple(self._token_ids), self._last.end)
+
+
+class Client:
+    """Synchronous client; thread-safe. `timeout_s` of a call is its deadline, which the cluster honours.
+
+    Args:
+        address: ``host:port`` of a router.
+        read_ahead_bytes: what a router may send of one stream before it is read here.
+    """
+
+    def __init__(self, address: str, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+        self._channel = grpc.insecure_channel(address, options=client_options(MAX_MESSAGE_BYTES, read_ahead_bytes))
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
+    ) -> Iterator[Event]:
+        """Stream events; the last one has `end`. Leaving the loop early cancels the request.
+
+        Args:
+            request: `model`, `request_id`, `tenant`, and `priority` (``interactive``, ``standard`` or ``batch``).
+        """
+        call = self._stub.Generate(build_request(prompt, sampling, **request), timeout=timeout_s)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
+    def complete(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
+    ) -> Completion:
+        """The whole answer; arguments as for `generate`."""
+        collector = _Collector()
+        for event in self.generate(prompt, sampling, timeout_s=timeout_s, **request):
+            collector.add(event)
+        return collector.completion()
+
+    def cancel(self, request_id: str, timeout_s: float = 10.0) -> bool:
+        """End a running request; False if there is none with this id."""
+        request = generation_pb2.CancelRequest(request_id=request_id)
+        return bool(self._call(self._stub.Cancel, request, timeout_s).found)
+
+    def model(self, timeout_s: float = 10.0) -> generation_pb2.GetModelReply:
+        """What is served."""
+        request = generation_pb2.GetModelRequest()
+        reply: generation_pb2.GetModelReply = self._call(self._stub.GetModel, request, timeout_s)
+        return reply
+
+    def tokenize(
+        self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout_s: float = 10.0
+    ) -> list[int]:
+        """Token ids of a text or of chat messages."""
+        reply = self._call(self._stub.Tokenize, _tokenize_request(prompt, model), timeout_s)
+        return list(reply.token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float = 10.0) -> str:
+        """Text of token ids, special ones skipped."""
+        request = generation_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        return str(self._call(self._stub.Detokenize, request, timeout_s).text)
+
+    @staticmethod
+    def _call(method: Any, request: object, timeout_s: float) -> Any:
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+
+
+class AsyncClient:
+    """`Client` for asyncio; to be made and used on one event loop."""
+
+    def __init__(self, address: str, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+        options = client_options(MAX_MESSAGE_BYTES, read_ahead_bytes)
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
+    ) -> AsyncIterator[Event]:
+        """See `Client.generate`. Close the iterator (``aclosing``) to cancel when leaving the loop early."""
+        call = self._stub.Generate(build_request(prompt, sampling, **request), timeout=timeout_s)
+        try:
+            async for event in call:
+                yield event
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
+    async def complete(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
+    ) -> Completion:
+        """See `Client.complete`."""
+        collector = _Collector()
+        async for event in self.generate(prompt, sampling, timeout_s=timeout_s, **request):
+            collector.add(event)
+        return collector.completion()
+
+    async def cancel(self, request_id: str, timeout_s: float = 10.0) -> bool:
+        """See `Client.cancel`."""
+        reply = await self._call(self._stub.Cancel, generation_pb2.CancelRequest(request_id=request_id), timeout_s)
+        return bool(reply.found)
+
+    async def model(self, timeout_s: float = 10.0) -> generation_pb2.GetModelReply:
+        """See `Client.model`."""
+        reply: generation_pb2.GetModelReply = await self._call(
+            self._stub.GetModel, generation_pb2.GetModelRequest(), timeout_s
+        )
+        return reply
+
+    async def tokenize(
+        self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout_s: float = 10.0
+    ) -> list[int]:
+        """See `Client.tokenize`."""
+        reply = await self._call(self._stub.Tokenize, _tokenize_request(prompt, model), timeout_s)
+        return list(reply.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float = 10.0) -> str:
+        """See `Client.detokenize`."""
+        request = generation_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        reply = await self._call(self._stub.Detokenize, request, timeout_s)
+        return str(reply.text)
+
+    @staticmethod
+    async def _call(method: Any, request: object, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_of(error) from error

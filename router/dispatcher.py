@@ -1,0 +1,549 @@
+"""Carries out what the trackers decide: between the queue, the workers' sessions and the clients' streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, KeysView, Sequence
+from dataclasses import dataclass, field
+
+from pdcore.clock import Clock
+from pdcore.config import RouterConfig
+from pdcore.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+    Unavailable,
+)
+from pdcore.types import FinishReason
+from protos import kv_pb2, worker_pb2
+from protos.convert import spec_to_proto, stats_from_proto
+from router import tracker as effects_of
+from router.admission import AdmissionQueue, QueueEntry, Shed
+from router.policy import PolicyLimits, Route, RouteRequest, choose
+from router.stream import Chunk, RequestStream, Terminal
+from router.text import TextStream
+from router.tracker import Effect, FailureKind, RequestState, RequestTracker
+from router.validation import GenerationRequest
+from router.worker_client import WorkerClient
+from router.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+NO_ROUTE_GRACE_S = 10.0
+"""How long waiting requests survive without any worker that could take them: a restart takes a few seconds."""
+MIN_BACKOFF_S = 0.02
+MAX_BACKOFF_S = 0.5
+PUMP_INTERVAL_S = 0.001
+RECENT_IDS = 4096
+
+_FINISH = {
+    worker_pb2.TOKEN_FINISH_UNSPECIFIED: None,
+    worker_pb2.TOKEN_FINISH_STOP: FinishReason.STOP,
+    worker_pb2.TOKEN_FINISH_LENGTH: FinishReason.LENGTH,
+}
+
+_FAILURES = {
+    worker_pb2.FAILURE_CODE_INVALID: FailureKind.INVALID,
+    worker_pb2.FAILURE_CODE_OVERLOADED: FailureKind.BUSY,
+    worker_pb2.FAILURE_CODE_DRAINING: FailureKind.BUSY,
+    worker_pb2.FAILURE_CODE_TRANSFER: FailureKind.BROKEN,
+    worker_pb2.FAILURE_CODE_INTERNAL: FailureKind.BROKEN,
+}
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start: requests that ended well or were cancelled, that ended with an error, and replays."""
+
+    finished: int = 0
+    failed: int = 0
+    replays: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    """A request that has not ended.
+
+    Attributes:
+        refused: workers that had no room, and until when they are not asked again.
+        avoid: the worker of the last failure. refusals: in a row.
+    """
+
+    tracker: RequestTracker
+    stream: RequestStream
+    entry: QueueEntry
+    deadline: asyncio.TimerHandle | None = None
+    refused: dict[str, float] = field(default_factory=dict)
+    avoid: frozenset[str] = frozenset()
+    refusals: int = 0
+    local_only: bool = False
+
+
+class RunningRequest:
+    """A client call's handle on its request."""
+
+    def __init__(self, dispatcher: Dispatcher, active: _Active) -> None:
+        self._dispatcher = dispatcher
+        self._active = active
+
+    @property
+    def request_id(self) -> str:
+        return self._active.tracker.request_id
+
+    async def take(self) -> Chunk:
+        """The next chunk; the one with the end is the last."""
+        return await self._active.stream.take()
+
+    def took(self, tokens: int) -> None:
+        """The client has taken `tokens` more tokens."""
+        active = self._active
+        self._dispatcher.perform(active, active.tracker.took(tokens))
+
+    def cancel(self) -> None:
+        """The client went away. No effect after the end."""
+        self._dispatcher.cancel_active(self._active)
+
+
+class Dispatcher:
+    """Owns the requests that are waiting or running. Everything happens on one event loop.
+
+    Implements `SessionListener` for the sessions of its `pool`.
+
+    Args:
+        on_change: called when workers came or went, or draining began.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        clock: Clock,
+        *,
+        incarnation: str,
+        on_change: Callable[[], None],
+        no_route_grace_s: float = NO_ROUTE_GRACE_S,
+    ) -> None:
+        self.pool = WorkerPool(config, incarnation, self, clock, self._workers_changed)
+        self.counters = Counters()
+        self.draining = False
+        self._config = config
+        self._clock = clock
+        self._on_change = on_change
+        self._no_route_grace_s = no_route_grace_s
+        self._limits = PolicyLimits(config.max_queued_prefill_tokens)
+        self._queue = AdmissionQueue(config.max_queue)
+        self._active: dict[str, _Active] = {}
+        self._last_attempts: OrderedDict[str, int] = OrderedDict()
+        self._pump_timer: asyncio.TimerHandle | None = None
+        self._wake_timer: asyncio.TimerHandle | None = None
+        self._no_route_timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @property
+    def request_ids(self) -> KeysView[str]:
+        """Ids of the requests that have not ended."""
+        return self._active.keys()
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._active) - len(self._queue)
+
+    def submit(self, request: GenerationRequest, text: TextStream, deadline: float | None) -> RunningRequest:
+        """Begin a request.
+
+        Args:
+            deadline: on the clock, in seconds; None if the client set none.
+
+        Raises:
+            Unavailable: draining, or no worker could run it. Overloaded: the queue is full.
+            InvalidRequest: its id is in use.
+        """
+        if self.draining:
+            raise Unavailable("the router is draining")
+        if request.request_id in self._active:
+            raise InvalidRequest("request_id", f"a request with the id {request.request_id!r} is running")
+        if not self.pool.route_possible:
+            raise Unavailable("no decode or aggregated worker is connected")
+        admitted = self._queue.offer(request.request_id, request.priority)
+        if isinstance(admitted, Shed):
+            raise Overloaded(f"{len(self._queue)} requests are waiting already", admitted.retry_after_s)
+        now = self._clock.now()
+        stream = RequestStream(text)
+        tracker = RequestTracker(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            params=request.params,
+            token_window=self._config.token_window,
+            max_replays=self._config.max_replays,
+            sink=stream,
+            now=now,
+            last_attempt=self._last_attempts.get(request.request_id, 0),
+        )
+        active = _Active(tracker, stream, admitted.entry)
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            active.deadline = loop.call_later(max(0.0, deadline - now), self._deadline_passed, active)
+        self._active[request.request_id] = active
+        self._idle.clear()
+        self._log(
+            logging.INFO,
+            "request admitted",
+            active,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.params.max_tokens,
+            priority=request.priority.name.lower(),
+            tenant=request.tenant,
+        )
+        self._pump()
+        return RunningRequest(self, active)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request by its id; False if it is not running."""
+        active = self._active.get(request_id)
+        if active is None:
+            return False
+        self.cancel_active(active)
+        return True
+
+    def cancel_active(self, active: _Active) -> None:
+        self.perform(active, active.tracker.cancel(self._clock.now()))
+
+    def _deadline_passed(self, active: _Active) -> None:
+        state = active.tracker.state.value
+        self._abandon(active, DeadlineExceeded(f"the deadline passed while the request was {state}"))
+
+    def _abandon(self, active: _Active, error: RequestError) -> None:
+        self.perform(active, active.tracker.abandon(error, self._clock.now()))
+
+    # -- the end of serving --------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
+        self._on_change()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the others, then cancel what is left. True if nothing was left."""
+        self.begin_drain()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            pass
+        left = list(self._active.values())
+        for active in left:
+            self._abandon(active, Unavailable("the router is shutting down"))
+        return not left
+
+    async def stop(self) -> None:
+        """End what still runs, then the sessions."""
+        await self.drain(0.0)
+        for timer in (self._pump_timer, self._wake_timer, self._no_route_timer):
+            if timer is not None:
+                timer.cancel()
+        await self.pool.stop()
+
+    # -- news from workers (SessionListener) ---------------------------------------------------------------------
+
+    def expected_digest(self) -> str:
+        model = self.pool.model
+        return "" if model is None else model.digest
+
+    def on_connected(self, client: WorkerClient) -> None:
+        self.pool.connected(client)
+
+    def on_lost(self, client: WorkerClient, reason: str) -> None:
+        now = self._clock.now()
+        self.pool.lost(client)
+        for active in list(self._active.values()):
+            lost = active.tracker.worker_lost(client.worker_id, f"{client.worker_id}: {reason}", now)
+            self.perform(active, lost)
+
+    def on_reserve_reply(self, client: WorkerClient, reply: worker_pb2.ReserveReply) -> None:
+        active = self._active.get(reply.request_id)
+        if active is None:
+            return
+        worker_id = client.worker_id
+        if reply.WhichOneof("result") == "granted":
+            self.perform(active, active.tracker.reserve_granted(worker_id, reply.attempt), reply.granted)
+            return
+        kind = _failure_kind(reply.refused)
+        if kind is FailureKind.BUSY and self._is_idle_but_for(worker_id):
+            # A pool with nothing in it has no room for a reservation of this size and never will have.
+            active.local_only = True
+        now = self._clock.now()
+        refused = active.tracker.reserve_refused(worker_id, reply.attempt, kind, reply.refused.message, now)
+        self.perform(active, refused)
+
+    def on_report(self, client: WorkerClient, report: worker_pb2.Report) -> None:
+        now, worker_id = self._clock.now(), client.worker_id
+        self.pool.reported(client)
+        # News of a finished phase first, since a token may end the request; failures last, since tokens came before.
+        for notice in report.notices:
+            if not notice.HasField("failed"):
+                self._on_phase(worker_id, notice)
+        for token in report.tokens:
+            active = self._active.get(token.request_id)
+            if active is None:
+                continue
+            try:
+                effects = active.tracker.token(
+                    worker_id,
+                    token.attempt,
+                    token.index,
+                    token.token_id,
+                    _FINISH.get(token.finish),
+                    sample=token.sample,
+                    now=now,
+                )
+            except Exception as error:  # noqa: BLE001  # one request's bug must not end the session of all
+                self._bug(active, error)
+                continue
+            if effects:
+                self.perform(active, effects)
+        for notice in report.notices:
+            if notice.HasField("failed"):
+                self._on_failed(worker_id, notice)
+        if self._queue:
+            self._pump_soon()
+
+    def _on_phase(self, worker_id: str, notice: worker_pb2.RequestNotice) -> None:
+        active = self._active.get(notice.request_id)
+        if active is None:
+            return
+        if notice.HasField("prefill_done"):
+            done = notice.prefill_done
+            active.tracker.prefill_done(
+                worker_id, notice.attempt, done.queued_s, done.compute_s, cached_tokens=done.cached_tokens
+            )
+        elif notice.HasField("kv_received"):
+            stats = stats_from_proto(notice.kv_received)
+            self.perform(active, active.tracker.kv_received(worker_id, notice.attempt, stats))
+
+    def _on_failed(self, worker_id: str, notice: worker_pb2.RequestNotice) -> None:
+        active = self._active.get(notice.request_id)
+        if active is None:
+            return
+        kind, message = _failure_kind(notice.failed), f"{worker_id}: {notice.failed.message}"
+        self.perform(active, active.tracker.failed(worker_id, notice.attempt, kind, message, now=self._clock.now()))
+
+    def _is_idle_but_for(self, worker_id: str) -> bool:
+        """Whether the worker has nothing of anybody, but one request of ours."""
+        snapshot = self.pool.snapshot(worker_id)
+        if snapshot is None:
+            return False
+        load = snapshot.load
+        nothing = load.waiting + load.running + load.paused + load.open_tickets == 0
+        return nothing and load.free_blocks == load.total_blocks and snapshot.mine.requests <= 1
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def perform(self, active: _Active, effects: Sequence[Effect], ticket: kv_pb2.Ticket | None = None) -> None:
+        """Carry out what a tracker decided, in order. `ticket` belongs to a SendPrefill among the effects."""
+        for effect in effects:
+            try:
+                self._perform(active, effect, ticket)
+            except Exception as error:  # noqa: BLE001  # one request's bug must not take others with it
+                self._bug(active, error)
+
+    def _perform(self, active: _Active, effect: Effect, ticket: kv_pb2.Ticket | None) -> None:
+        match effect:
+            case effects_of.SendCredit(worker_id, key, tokens):
+                credit = worker_pb2.Credit(request_id=key.request_id, attempt=key.attempt, tokens=tokens)
+                self.pool.send(worker_id, worker_pb2.SessionCommand(credit=credit))
+            case effects_of.SendReserve(worker_id, spec):
+                reserve = worker_pb2.Reserve(request=spec_to_proto(spec))
+                self.pool.send(worker_id, worker_pb2.SessionCommand(reserve=reserve))
+            case effects_of.SendPrefill(worker_id, spec):
+                assert ticket is not None
+                prefill = worker_pb2.Prefill(request=spec_to_proto(spec), ticket=ticket)
+                self.pool.send(worker_id, worker_pb2.SessionCommand(prefill=prefill))
+            case effects_of.SendGenerate(worker_id, spec):
+                generate = worker_pb2.Generate(request=spec_to_proto(spec))
+                self.pool.send(worker_id, worker_pb2.SessionCommand(generate=generate))
+            case effects_of.PrefillComputed(worker_id, key):
+                self.pool.prefill_computed(worker_id, key)
+            case effects_of.Release(worker_id, key, abort, reason):
+                self.pool.release(worker_id, key)
+                if abort:
+                    order = worker_pb2.Abort(request_id=key.request_id, attempt=key.attempt, reason=reason)
+                    self.pool.send(worker_id, worker_pb2.SessionCommand(abort=order))
+            case effects_of.Requeue():
+                self._requeue(active, effect)
+            case effects_of.Ended(outcome):
+                self._ended(active, outcome)
+
+    def _requeue(self, active: _Active, effect: effects_of.Requeue) -> None:
+        now = self._clock.now()
+        not_before = now
+        if effect.counted:
+            self.counters.replays += 1
+            active.avoid = frozenset({effect.worker_id})
+            # The first replay starts at once; if that fails too, haste does not help.
+            replays = active.tracker.timeline.replays
+            not_before += 0.0 if replays == 1 else _backoff(replays)
+        elif not active.local_only:
+            active.refusals += 1
+            active.refused[effect.worker_id] = now + _backoff(active.refusals)
+        else:
+            active.refusals += 1
+            not_before += 0.0 if active.refusals == 1 else _backoff(active.refusals)
+        self._log(
+            logging.WARNING if effect.counted else logging.DEBUG,
+            "request is run again" if effect.counted else "request was refused",
+            active,
+            worker=effect.worker_id,
+            attempt=active.tracker.attempt,
+            delivered=len(active.tracker.delivered),
+            because=effect.reason,
+        )
+        self._queue.put_back(active.entry, not_before)
+        self._pump_soon()
+
+    def _ended(self, active: _Active, outcome: effects_of.Outcome) -> None:
+        tracker = active.tracker
+        self._queue.remove(tracker.request_id)
+        if active.deadline is not None:
+            active.deadline.cancel()
+        del self._active[tracker.request_id]
+        self._last_attempts[tracker.request_id] = tracker.attempt
+        if len(self._last_attempts) > RECENT_IDS:
+            self._last_attempts.popitem(last=False)
+        if outcome.error is None:
+            self.counters.finished += 1
+        else:
+            self.counters.failed += 1
+        timeline = tracker.timeline
+        self._log(
+            logging.INFO,
+            "request ended",
+            active,
+            finish=outcome.finish.value,
+            error="" if outcome.error is None else type(outcome.error).__name__,
+            completion_tokens=len(tracker.delivered),
+            mode=timeline.mode,
+            prefill_worker=timeline.prefill_worker,
+            decode_worker=timeline.decode_worker,
+            replays=timeline.replays,
+        )
+        active.stream.end(Terminal(outcome, len(tracker.prompt), len(tracker.delivered), timeline))
+        if not self._active:
+            self._idle.set()
+        if self._queue:
+            self._pump_soon()
+
+    def _bug(self, active: _Active, error: Exception) -> None:
+        request_id = active.tracker.request_id
+        logger.error("internal error in request %s", request_id, exc_info=error, extra={"request_id": request_id})
+        if active.tracker.state is not RequestState.ENDED:
+            self._abandon(active, InternalError(f"internal error; request id {request_id}"))
+
+    # -- the queue -----------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Start everything that can start now."""
+        if self._pump_timer is not None:
+            self._pump_timer.cancel()
+            self._pump_timer = None
+        now = self._clock.now()
+        while self._queue:
+            workers = self.pool.snapshots()
+            if not workers:
+                break
+
+            def route_for(entry: QueueEntry) -> Route | None:
+                request = self._route_request(self._active[entry.request_id], now)
+                route = choose(request, workers, self._limits)  # noqa: B023  # called before the next turn
+                return route if isinstance(route, Route) else None
+
+            started = self._queue.start_next(now, route_for)
+            if started is None:
+                break
+            self._start(self._active[started.entry.request_id], started.route, now)
+        self._arm_wake(now)
+
+    def _route_request(self, active: _Active, now: float) -> RouteRequest:
+        tracker = active.tracker
+        return RouteRequest(
+            prompt_tokens=tracker.prompt_tokens,
+            resumes=bool(tracker.delivered),
+            local_only=active.local_only,
+            exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
+            avoid=active.avoid,
+        )
+
+    def _start(self, active: _Active, route: Route, now: float) -> None:
+        tracker = active.tracker
+        effects = tracker.dispatch(route, now)
+        tokens = tracker.prompt_tokens
+        local = route.prefill is None
+        self.pool.assign(route.decode, tracker.key, prefill_tokens=tokens if local else 0, cache_tokens=tokens + 1)
+        if route.prefill is not None:
+            self.pool.assign(route.prefill, tracker.key, prefill_tokens=tokens, cache_tokens=tokens + 1)
+        self.perform(active, effects)
+
+    def _pump_soon(self) -> None:
+        """Many causes in a short time need one look at the queue."""
+        if self._pump_timer is None:
+            self._pump_timer = asyncio.get_running_loop().call_later(PUMP_INTERVAL_S, self._pump)
+
+    def _arm_wake(self, now: float) -> None:
+        """Look again when a delay or a refusal ends."""
+        if self._wake_timer is not None:
+            self._wake_timer.cancel()
+            self._wake_timer = None
+        times = [until for a in map(self._active.get, self._queue.waiting()) if a for until in a.refused.values()]
+        wake = self._queue.next_wake(now)
+        due = [time for time in times if time > now] + ([] if wake is None else [wake])
+        if due:
+            delay = min(due) - now
+            self._wake_timer = asyncio.get_running_loop().call_later(delay, self._pump_soon)
+
+    def _workers_changed(self) -> None:
+        if self.pool.route_possible:
+            if self._no_route_timer is not None:
+                self._no_route_timer.cancel()
+                self._no_route_timer = None
+            if self._queue:
+                self._pump_soon()
+        elif self._no_route_timer is None:
+            self._arm_give_up()
+        self._on_change()
+
+    def _arm_give_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._no_route_timer = loop.call_later(self._no_route_grace_s, self._give_up_waiting)
+
+    def _give_up_waiting(self) -> None:
+        """No worker could take a request for the whole grace."""
+        for request_id in self._queue.waiting():
+            self._abandon(self._active[request_id], Unavailable("no decode or aggregated worker is connected"))
+        self._arm_give_up()
+
+    @staticmethod
+    def _log(level: int, event: str, active: _Active, **fields: object) -> None:
+        """One line per event: ``event key=value ...``; never prompts or outputs."""
+        if not logger.isEnabledFor(level):
+            return
+        request_id = active.tracker.request_id
+        shown = {"request_id": request_id, **{key: value for key, value in fields.items() if value != ""}}
+        line = " ".join(f"{key}={json.dumps(value, default=str)}" for key, value in shown.items())
+        logger.log(level, "%s %s", event, line, extra=shown)
+
+
+def _failure_kind(failure: worker_pb2.RequestFailed) -> FailureKind:
+    return _FAILURES.get(failure.code, FailureKind.BROKEN)
+
+
+def _backoff(times: int) -> float:
+    return float(min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** min(times - 1, 10)))

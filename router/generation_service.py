@@ -1,0 +1,242 @@
+"""The public `Generation` service: a thin shell over validation, dispatcher and text."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import grpc
+
+from pdcore.clock import Clock
+from pdcore.config import RouterConfig
+from pdcore.errors import InternalError, RequestError, Unavailable
+from pdcore.types import FinishReason
+from protos import generation_pb2, generation_pb2_grpc
+from protos.convert import model_to_proto, stats_to_proto
+from router.dispatcher import Dispatcher, RunningRequest
+from router.stream import Chunk, Terminal
+from router.tokenizer import TextModel
+from router.tracker import Timeline
+from router.validation import Limits, check_model, check_token_ids, tokenize_input, validate
+from router.wire_errors import abort
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_METADATA = "x-request-id"
+"""Initial metadata of Generate: the request's id, which the router makes if the client sent none."""
+
+_FINISH = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: generation_pb2.FINISH_REASON_CANCELLED,
+}
+
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
+
+
+def _with_status(handler: Handler) -> Handler:
+    """Turn errors into statuses: a RequestError into its own, anything else into INTERNAL without details."""
+
+    @wraps(handler)
+    async def wrapper(self: GenerationService, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await handler(self, request, context)
+        except RequestError as error:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            request_id = getattr(request, "request_id", "")[:128]
+            logger.exception("internal error in a call, request %s", request_id, extra={"request_id": request_id})
+            await abort(context, InternalError("internal error"))
+
+    return wrapper  # type: ignore[return-value]
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A Generate call. `writing_since`: when the write in progress began (seconds on the clock)."""
+
+    running: RunningRequest
+    task: asyncio.Task[Any]
+    writing_since: float | None = None
+
+
+class GenerationService(generation_pb2_grpc.GenerationServicer):
+    """See generation.proto."""
+
+    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, text_model: TextModel, clock: Clock) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._text_model = text_model
+        self._clock = clock
+        self._calls: set[_Call] = set()
+
+    # -- Generate ------------------------------------------------------------------------------------------------
+
+    # A coroutine that writes, not a generator: it learns at once when the client has gone.
+    @_with_status
+    async def Generate(  # type: ignore[override]
+        self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        remaining = context.time_remaining()
+        deadline = None if remaining is None else self._clock.now() + remaining
+        if self._dispatcher.draining:
+            raise Unavailable("the router is draining")
+        checked = await validate(
+            request,
+            text_model=self._text_model,
+            served_name=self._config.served_name,
+            limits=self._limits(),
+            in_flight=self._dispatcher.request_ids,
+        )
+        running = self._dispatcher.submit(checked, self._text_model.stream(checked.stops), deadline)
+        task = asyncio.current_task()
+        assert task is not None
+        call = _Call(running, task)
+        self._calls.add(call)
+        # Fires however the call ends, also when this coroutine is stuck in a write.
+        context.add_done_callback(lambda _: running.cancel())
+        try:
+            await context.send_initial_metadata(((REQUEST_ID_METADATA, checked.request_id),))
+            await self._stream(call, context)
+        finally:
+            running.cancel()
+            self._calls.discard(call)
+
+    async def _stream(self, call: _Call, context: grpc.aio.ServicerContext) -> None:
+        running = call.running
+        while True:
+            chunk = await running.take()
+            error = chunk.end.outcome.error if chunk.end is not None else None
+            if error is None or chunk.token_ids:
+                event = _event(running.request_id, chunk)
+                call.writing_since = self._clock.now()
+                try:
+                    await context.write(event)
+                except Exception:
+                    if not _is_over(context):
+                        raise
+                    return  # the client went away; there is nobody to tell
+                call.writing_since = None
+                running.took(len(chunk.token_ids))
+            if error is not None:
+                raise error
+            if chunk.end is not None:
+                return
+
+    async def watch_stalls(self) -> None:
+        """Cancel calls whose client takes nothing for `client_stall_timeout_s`. Runs until cancelled."""
+        limit = self._config.client_stall_timeout_s
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            now = self._clock.now()
+            for call in [c for c in self._calls if c.writing_since is not None and now - c.writing_since > limit]:
+                request_id = call.running.request_id
+                logger.warning(
+                    "request %s: the client took nothing for %.1f s",
+                    request_id,
+                    limit,
+                    extra={"request_id": request_id},
+                )
+                call.running.cancel()
+                call.task.cancel()
+
+    # -- the small ones ------------------------------------------------------------------------------------------
+
+    @_with_status
+    async def Cancel(
+        self, request: generation_pb2.CancelRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.CancelReply:
+        return generation_pb2.CancelReply(found=self._dispatcher.cancel(request.request_id))
+
+    @_with_status
+    async def GetModel(
+        self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.GetModelReply:
+        check_model(request.model, self._config.served_name)
+        model = self._dispatcher.pool.model
+        if model is None:
+            raise Unavailable("no worker is connected")
+        return generation_pb2.GetModelReply(
+            model=model_to_proto(model),
+            has_chat_template=self._text_model.has_chat_template,
+            end_token_ids=self._text_model.end_token_ids,
+        )
+
+    @_with_status
+    async def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.TokenizeReply:
+        check_model(request.model, self._config.served_name)
+        return generation_pb2.TokenizeReply(token_ids=await tokenize_input(request, self._text_model, None))
+
+    @_with_status
+    async def Detokenize(
+        self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> generation_pb2.DetokenizeReply:
+        check_model(request.model, self._config.served_name)
+        limits = self._dispatcher.pool.limits()
+        vocab_size = self._text_model.vocab_size if limits is None else limits.vocab_size
+        check_token_ids("token_ids", request.token_ids, vocab_size)
+        return generation_pb2.DetokenizeReply(text=await self._text_model.detokenize(request.token_ids))
+
+    def _limits(self) -> Limits:
+        limits = self._dispatcher.pool.limits()
+        if limits is None:
+            raise Unavailable("no decode or aggregated worker is connected")
+        return limits
+
+
+def _is_over(context: grpc.aio.ServicerContext) -> bool:
+    """Whether the call has ended. A client that was killed leaves a call that is done but not "cancelled"."""
+    return bool(context.cancelled() or context.done())
+
+
+def _event(request_id: str, chunk: Chunk) -> generation_pb2.GenerateEvent:
+    event = generation_pb2.GenerateEvent(
+        request_id=request_id, token_index=chunk.index, token_ids=chunk.token_ids, text=chunk.text
+    )
+    if chunk.end is not None and chunk.end.outcome.error is None:
+        event.end.CopyFrom(_end(chunk.end))
+    return event
+
+
+def _end(terminal: Terminal) -> generation_pb2.End:
+    return generation_pb2.End(
+        finish_reason=_FINISH[terminal.outcome.finish],
+        usage=generation_pb2.Usage(
+            prompt_tokens=terminal.prompt_tokens,
+            cached_tokens=terminal.timeline.cached_tokens,
+            completion_tokens=terminal.completion_tokens,
+        ),
+        timeline=timeline_to_proto(terminal.timeline, terminal.completion_tokens),
+    )
+
+
+def timeline_to_proto(timeline: Timeline, completion_tokens: int) -> generation_pb2.Timeline:
+    """Points in time to the durations that clients see, in milliseconds; 0 for what did not happen."""
+
+    def between(start: float | None, stop: float | None) -> float:
+        return 0.0 if start is None or stop is None else 1000 * (stop - start)
+
+    decoding = between(timeline.first_token, timeline.last_token)
+    return generation_pb2.Timeline(
+        queued_ms=between(timeline.arrived, timeline.chosen),
+        prefill_queued_ms=1000 * timeline.prefill_queued_s,
+        prefill_ms=1000 * timeline.prefill_s,
+        ttft_ms=between(timeline.arrived, timeline.first_token),
+        second_token_ms=between(timeline.first_token, timeline.second_token),
+        tpot_ms=decoding / (completion_tokens - 1) if completion_tokens > 1 else 0.0,
+        total_ms=between(timeline.arrived, timeline.ended),
+        mode=timeline.mode,
+        reason=timeline.reason,
+        prefill_worker=timeline.prefill_worker,
+        decode_worker=timeline.decode_worker,
+        kv=None if timeline.kv is None else stats_to_proto(timeline.kv),
+        replays=timeline.replays,
+    )

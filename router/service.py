@@ -1,0 +1,152 @@
+"""The router as a server: its parts put together, started and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pdcore.clock import Clock, MonotonicClock
+from pdcore.config import RouterConfig
+from pdcore.errors import ConfigError
+from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from router.admin_service import AdminService
+from router.channels import public_server_options
+from router.dispatcher import NO_ROUTE_GRACE_S, Dispatcher
+from router.generation_service import GenerationService
+from router.membership import MembershipWatcher
+from router.tokenizer import TextModel
+
+logger = logging.getLogger(__name__)
+
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+STOP_GRACE_S = 0.5
+
+
+class RouterServer:
+    """One router. All of it runs on the event loop on which `start` is called.
+
+    ::
+
+        new --start--> serving --drain--> draining --stop--> stopped
+                          '--------------stop--------------'
+
+    Health is SERVING for ``""`` and every service while a request can be routed: a decode or aggregated worker is
+    connected and the router does not drain.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        clock: Clock | None = None,
+        no_route_grace_s: float = NO_ROUTE_GRACE_S,
+    ) -> None:
+        self.config = config
+        self.address = ""
+        self.incarnation = uuid.uuid4().hex
+        self._clock = clock or MonotonicClock()
+        self._health = health.aio.HealthServicer()
+        self._serving: bool | None = None
+        self._changed = asyncio.Event()
+        self._dispatcher = Dispatcher(
+            config,
+            self._clock,
+            incarnation=self.incarnation,
+            on_change=self._changed.set,
+            no_route_grace_s=no_route_grace_s,
+        )
+        self._watcher = MembershipWatcher(
+            config.controller,
+            config.router_id,
+            self._dispatcher.pool.on_members,
+            max_message_bytes=config.max_message_bytes,
+            clock=self._clock,
+        )
+        self._text_model: TextModel | None = None
+        self._server: grpc.aio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Load the tokenizer, listen, and begin to follow the members. Sets `address` (``host:port``).
+
+        Raises:
+            ModelError: no usable tokenizer in `model_path`. ConfigError: the port is taken.
+        """
+        config = self.config
+        self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
+        generation = GenerationService(config, self._dispatcher, self._text_model, self._clock)
+        server = grpc.aio.server(options=public_server_options(config.max_message_bytes))
+        generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(config, self._dispatcher, self._clock), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        wanted = f"{config.host}:{config.grpc_port}"
+        try:
+            port = server.add_insecure_port(wanted)
+        except RuntimeError as error:
+            self._text_model.close()
+            raise ConfigError("router.grpc_port", wanted, "an address that can be listened on") from error
+        await self._set_health(False)
+        await server.start()
+        self._server = server
+        self.address = f"{config.host}:{port}"
+        self._watcher.start()
+        self._tasks = [
+            asyncio.create_task(self._follow_health(), name="router-health"),
+            asyncio.create_task(generation.watch_stalls(), name="router-stalls"),
+        ]
+        logger.info("router %s serves %s on %s", config.router_id, config.served_name, self.address)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuse new requests (UNAVAILABLE), let the others finish, then cancel what is left.
+
+        Args:
+            timeout_s: None takes the configured one.
+
+        Returns:
+            Whether every request finished by itself.
+        """
+        self._dispatcher.begin_drain()
+        await self._set_health(False)
+        return await self._dispatcher.drain(self.config.drain_timeout_s if timeout_s is None else timeout_s)
+
+    async def stop(self) -> None:
+        """End everything at once: running requests with UNAVAILABLE, sessions, server. Idempotent."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        self._dispatcher.begin_drain()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._watcher.stop()
+        await self._set_health(False)
+        await self._dispatcher.stop()
+        # Calls that were just ended get their status out; health watchers, which never end, are cut off after it.
+        await server.stop(STOP_GRACE_S)
+        if self._text_model is not None:
+            self._text_model.close()
+        logger.info("router %s has stopped", self.config.router_id)
+
+    async def _follow_health(self) -> None:
+        while True:
+            self._changed.clear()
+            await self._set_health(self._dispatcher.pool.route_possible and not self._dispatcher.draining)
+            await self._changed.wait()
+
+    async def _set_health(self, serving: bool) -> None:
+        if serving == self._serving:
+            return
+        self._serving = serving
+        states = health_pb2.HealthCheckResponse
+        state = states.SERVING if serving else states.NOT_SERVING
+        for name in (health.OVERALL_HEALTH, GENERATION, ADMIN):
+            await self._health.set(name, state)
+        logger.info("router %s is %s", self.config.router_id, "ready" if serving else "not ready")

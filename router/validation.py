@@ -1,0 +1,281 @@
+"""From a client's message to a request that can run, or an error that says which field is wrong and what is allowed.
+
+Defaults come from the model's generation config, then from generation.proto. Nothing here touches a worker.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from pdcore.errors import InvalidRequest, UnknownModel
+from pdcore.types import SamplingParams
+from protos import generation_pb2
+from router.admission import PriorityClass
+from router.tokenizer import GenerationDefaults, TextModel
+
+MAX_ID_CHARS = 128
+MAX_TENANT_CHARS = 128
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_TEMPERATURE = 2.0
+MAX_TOP_K = 2**31 - 1
+DEFAULT_MAX_TOKENS = 256
+CHAT_ROLES = ("system", "user", "assistant")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]+")
+
+_PRIORITIES = {
+    generation_pb2.PRIORITY_UNSPECIFIED: PriorityClass.STANDARD,
+    generation_pb2.PRIORITY_INTERACTIVE: PriorityClass.INTERACTIVE,
+    generation_pb2.PRIORITY_STANDARD: PriorityClass.STANDARD,
+    generation_pb2.PRIORITY_BATCH: PriorityClass.BATCH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the connected workers allow.
+
+    Attributes:
+        context_tokens: prompt and output together, at most.
+        vocab_size: token ids are below this.
+    """
+
+    context_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A checked request. `params` carries the stop token ids of the model unless the client ignores them."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stops: tuple[str, ...]
+    priority: PriorityClass
+    tenant: str
+
+
+def check_model(asked: str, served: str) -> None:
+    """Raises UnknownModel; an empty name asks for the served model."""
+    if asked and asked != served:
+        raise UnknownModel(asked[:MAX_ID_CHARS], [served])
+
+
+async def validate(
+    message: generation_pb2.GenerateRequest,
+    *,
+    text_model: TextModel,
+    served_name: str,
+    limits: Limits,
+    in_flight: Collection[str],
+) -> GenerationRequest:
+    """Check every field and tokenise the prompt.
+
+    Args:
+        in_flight: ids of the requests that are running; an id may be used again once its request has ended.
+
+    Raises:
+        InvalidRequest, UnknownModel: see generation.proto for what is allowed.
+    """
+    check_model(message.model, served_name)
+    request_id = _request_id(message.request_id, in_flight)
+    if len(message.tenant) > MAX_TENANT_CHARS:
+        raise InvalidRequest("tenant", f"must have at most {MAX_TENANT_CHARS} characters, got {len(message.tenant)}")
+    if message.priority not in _PRIORITIES:
+        raise InvalidRequest("priority", f"must be one of the values of Priority, got {message.priority}")
+    sampling = message.sampling
+    _check_ranges(sampling)
+    stop_token_ids = _stop_token_ids(sampling, limits.vocab_size)
+    stops = _stops(sampling.stop)
+    prompt = await _prompt_tokens(message, text_model, limits)
+    params = _params(sampling, text_model, stop_token_ids, len(prompt), limits)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt=tuple(prompt),
+        params=params,
+        stops=stops,
+        priority=_PRIORITIES[message.priority],
+        tenant=message.tenant,
+    )
+
+
+async def tokenize_input(
+    message: generation_pb2.TokenizeRequest | generation_pb2.GenerateRequest,
+    text_model: TextModel,
+    limits: Limits | None,
+) -> list[int]:
+    """Token ids of a text prompt or a chat. Without `limits` the length is not bounded here.
+
+    Raises:
+        InvalidRequest: empty, far too long to fit (found without tokenising it), or refused by the template.
+    """
+    match message.WhichOneof("input"):
+        case "prompt":
+            if not message.prompt:
+                raise InvalidRequest("prompt", "must not be empty")
+            _check_chars("prompt", len(message.prompt), text_model, limits)
+            return await text_model.tokenize(message.prompt)
+        case "chat":
+            return await _chat_tokens(message.chat, text_model, limits)
+        case _:
+            raise InvalidRequest("input", "one of prompt and chat must be set")
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for an id that is not in the vocabulary."""
+    if token_ids and max(token_ids) >= vocab_size:
+        position, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
+        problem = f"must be below the vocabulary size {vocab_size}, got {token_id}"
+        raise InvalidRequest(f"{field}[{position}]", problem)
+
+
+def _request_id(asked: str, in_flight: Collection[str]) -> str:
+    if not asked:
+        return secrets.token_hex(8)
+    if len(asked) > MAX_ID_CHARS:
+        raise InvalidRequest("request_id", f"must have at most {MAX_ID_CHARS} characters, got {len(asked)}")
+    if _REQUEST_ID.fullmatch(asked) is None:
+        raise InvalidRequest("request_id", "must consist of letters, digits and any of . _ : -")
+    if asked in in_flight:
+        raise InvalidRequest("request_id", f"a request with the id {asked!r} is running")
+    return asked
+
+
+def _check_ranges(sampling: generation_pb2.Sampling) -> None:
+    # Written as "inside the range" so that NaN, which is inside no range, is refused.
+    if sampling.HasField("temperature") and not 0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise _range("temperature", f"in [0, {MAX_TEMPERATURE:g}]", sampling.temperature)
+    if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
+        raise _range("top_p", "in (0, 1]", sampling.top_p)
+    if sampling.HasField("min_p") and not 0 <= sampling.min_p < 1:
+        raise _range("min_p", "in [0, 1)", sampling.min_p)
+    if sampling.HasField("top_k") and sampling.top_k > MAX_TOP_K:
+        raise _range("top_k", f"at most {MAX_TOP_K}", sampling.top_k)
+    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+        raise _range("max_tokens", "at least 1", sampling.max_tokens)
+
+
+def _range(name: str, allowed: str, value: float) -> InvalidRequest:
+    return InvalidRequest(f"sampling.{name}", f"must be {allowed}, got {value:g}")
+
+
+def _stop_token_ids(sampling: generation_pb2.Sampling, vocab_size: int) -> tuple[int, ...]:
+    count = len(sampling.stop_token_ids)
+    if count > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("sampling.stop_token_ids", f"must be at most {MAX_STOP_TOKEN_IDS}, got {count}")
+    check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab_size)
+    return tuple(sampling.stop_token_ids)
+
+
+def _stops(stops: Sequence[str]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest("sampling.stop", f"must be at most {MAX_STOPS} strings, got {len(stops)}")
+    for index, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"sampling.stop[{index}]", f"must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}"
+            )
+    return tuple(stops)
+
+
+async def _prompt_tokens(
+    message: generation_pb2.GenerateRequest, text_model: TextModel, limits: Limits
+) -> Sequence[int]:
+    field = message.WhichOneof("input")
+    if field is None:
+        raise InvalidRequest("input", "one of prompt, chat and token_ids must be set")
+    if field == "token_ids":
+        tokens: Sequence[int] = message.token_ids.ids
+        name = "token_ids.ids"
+        # The length first: it is the cheaper check, and such a list may be long.
+        _check_length(name, len(tokens), limits)
+        check_token_ids(name, tokens, limits.vocab_size)
+    else:
+        name = str(field)
+        tokens = await tokenize_input(message, text_model, limits)
+        # A tokenizer may know added tokens that the model has no row for.
+        check_token_ids(name, tokens, limits.vocab_size)
+    if not tokens:
+        raise InvalidRequest(name, "must have at least one token")
+    _check_length(name, len(tokens), limits)
+    return tokens
+
+
+async def _chat_tokens(chat: generation_pb2.Chat, text_model: TextModel, limits: Limits | None) -> list[int]:
+    if not text_model.has_chat_template:
+        raise InvalidRequest("chat", "this model has no chat template; use prompt or token_ids")
+    if not chat.messages:
+        raise InvalidRequest("chat.messages", "must have at least one message")
+    for index, entry in enumerate(chat.messages):
+        if entry.role not in CHAT_ROLES:
+            raise InvalidRequest(
+                f"chat.messages[{index}].role", f"must be one of {', '.join(CHAT_ROLES)}, got {entry.role[:32]!r}"
+            )
+    _check_chars("chat", sum(len(entry.content) for entry in chat.messages), text_model, limits)
+    return await text_model.tokenize_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+
+
+def _check_chars(field: str, chars: int, text_model: TextModel, limits: Limits | None) -> None:
+    """Refuse what cannot fit however well it tokenises, before seconds are spent on tokenising it."""
+    if limits is not None and chars > limits.context_tokens * text_model.max_token_chars:
+        raise InvalidRequest(
+            field, f"{chars} characters cannot fit into the context of {limits.context_tokens} tokens"
+        )
+
+
+def _check_length(field: str, prompt_tokens: int, limits: Limits) -> None:
+    if prompt_tokens >= limits.context_tokens:
+        raise InvalidRequest(
+            field,
+            f"has {prompt_tokens} tokens; with at least one new token it must fit into the context of "
+            f"{limits.context_tokens} tokens",
+        )
+
+
+def _params(
+    sampling: generation_pb2.Sampling,
+    text_model: TextModel,
+    stop_token_ids: tuple[int, ...],
+    prompt_tokens: int,
+    limits: Limits,
+) -> SamplingParams:
+    defaults = text_model.defaults
+    room = limits.context_tokens - prompt_tokens
+    if sampling.HasField("max_tokens"):
+        max_tokens = sampling.max_tokens
+        if max_tokens > room:
+            raise InvalidRequest(
+                "sampling.max_tokens",
+                f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) together must fit into the context "
+                f"of {limits.context_tokens} tokens",
+            )
+    else:
+        max_tokens = min(room, defaults.max_tokens or DEFAULT_MAX_TOKENS)
+    min_tokens = sampling.min_tokens if sampling.HasField("min_tokens") else 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest("sampling.min_tokens", f"must be at most max_tokens ({max_tokens}), got {min_tokens}")
+    ends = () if sampling.ignore_eos else text_model.end_token_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=_number(sampling, "temperature", defaults, 1.0),
+        top_k=int(_number(sampling, "top_k", defaults, 0)),
+        top_p=_number(sampling, "top_p", defaults, 1.0),
+        min_p=_number(sampling, "min_p", defaults, 0.0),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        stop_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
+        min_tokens=min_tokens,
+    )
+
+
+def _number(sampling: generation_pb2.Sampling, name: str, defaults: GenerationDefaults, default: float) -> float:
+    """The client's value, else the generation config's, else the stated default."""
+    if sampling.HasField(name):  # type: ignore[arg-type]  # the stubs want a literal
+        return float(getattr(sampling, name))
+    suggested = getattr(defaults, name)
+    return default if suggested is None else float(suggested)

@@ -1,0 +1,254 @@
+"""The workers that a router uses: sessions with the members, their loads, and what this router has given to each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pdcore.clock import Clock
+from pdcore.config import RouterConfig
+from pdcore.types import ModelInfo, RequestKey, Role
+from protos import admin_pb2, membership_pb2, worker_pb2
+from protos.convert import load_to_proto
+from router.policy import InFlight, WorkerSnapshot
+from router.validation import Limits
+from router.worker_client import RouterIdentity, SessionListener, SessionTiming, WorkerClient
+
+
+@dataclass(slots=True)
+class _Assignment:
+    """One request on one worker. `report`: the worker's report count when it was assigned."""
+
+    prefill_tokens: int
+    blocks: int
+    report: int
+
+
+@dataclass(slots=True)
+class _Book:
+    """What this router has given to one worker; see `InFlight`."""
+
+    assignments: dict[RequestKey, _Assignment] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    new_requests: int = 0
+    new_prefill_tokens: int = 0
+    new_blocks: int = 0
+    report: int = 0
+    decisions: int = 0
+    draining: bool = False
+
+    def assign(self, key: RequestKey, prefill_tokens: int, blocks: int) -> None:
+        self.assignments[key] = _Assignment(prefill_tokens, blocks, self.report)
+        self.prefill_tokens += prefill_tokens
+        self.new_requests += 1
+        self.new_prefill_tokens += prefill_tokens
+        self.new_blocks += blocks
+        self.decisions += 1
+
+    def prefill_computed(self, key: RequestKey) -> None:
+        assignment = self.assignments.get(key)
+        if assignment is None:
+            return
+        self.prefill_tokens -= assignment.prefill_tokens
+        if assignment.report == self.report:
+            self.new_prefill_tokens -= assignment.prefill_tokens
+        assignment.prefill_tokens = 0
+
+    def release(self, key: RequestKey) -> None:
+        self.prefill_computed(key)
+        assignment = self.assignments.pop(key, None)
+        if assignment is not None and assignment.report == self.report:
+            self.new_requests -= 1
+            self.new_blocks -= assignment.blocks
+
+    def reported(self) -> None:
+        self.report += 1
+        self.new_requests = self.new_prefill_tokens = self.new_blocks = 0
+
+    def in_flight(self) -> InFlight:
+        return InFlight(
+            requests=len(self.assignments),
+            prefill_tokens=self.prefill_tokens,
+            new_requests=self.new_requests,
+            new_prefill_tokens=self.new_prefill_tokens,
+            new_blocks=self.new_blocks,
+        )
+
+
+class WorkerPool:
+    """Holds one `WorkerClient` per member, by worker id.
+
+    Args:
+        listener: gets the sessions' news. on_change: called after a worker came, went, or began to drain.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        incarnation: str,
+        listener: SessionListener,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._identity = RouterIdentity(config.router_id, incarnation, config.served_name)
+        self._timing = SessionTiming(config.heartbeat_s, config.dead_after_s)
+        self._listener = listener
+        self._clock = clock
+        self._on_change = on_change
+        self._clients: dict[str, WorkerClient] = {}
+        self._states: dict[str, membership_pb2.WorkerState.ValueType] = {}
+        self._books: dict[str, _Book] = {}
+        self._exchanges: dict[str, asyncio.Task[None]] = {}
+
+    # -- members -------------------------------------------------------------------------------------------------
+
+    def on_members(self, members: Mapping[str, membership_pb2.Member]) -> None:
+        """The list of members: connect to new ones, drop those that vanished, replace those that restarted."""
+        serving = membership_pb2.WORKER_STATE_SERVING
+        self._states = {worker_id: member.state for worker_id, member in members.items()}
+        for worker_id in self._clients.keys() | members.keys():
+            client, member = self._clients.get(worker_id), members.get(worker_id)
+            if client is not None and member is not None and client.member.incarnation == member.worker.incarnation:
+                continue
+            old = self._clients.pop(worker_id, None)
+            new = self._client(member.worker) if member is not None and member.state == serving else None
+            if new is not None:
+                self._clients[worker_id] = new
+            if old is not None or new is not None:
+                previous = self._exchanges.get(worker_id)
+                self._exchanges[worker_id] = asyncio.create_task(self._exchange(previous, old, new))
+        self._on_change()
+
+    def _client(self, member: membership_pb2.WorkerDescription) -> WorkerClient:
+        return WorkerClient(
+            member,
+            identity=self._identity,
+            timing=self._timing,
+            listener=self._listener,
+            clock=self._clock,
+            max_message_bytes=self._config.max_message_bytes,
+        )
+
+    async def _exchange(
+        self, previous: asyncio.Task[None] | None, old: WorkerClient | None, new: WorkerClient | None
+    ) -> None:
+        """One after the other per worker id, so that a session's end is known before its successor begins."""
+        if previous is not None:
+            await previous
+        if old is not None:
+            await old.stop()
+        if new is not None and self._clients.get(new.worker_id) is new:
+            new.start()
+
+    async def stop(self) -> None:
+        """End all sessions; every worker releases what this router had there."""
+        clients, self._clients = list(self._clients.values()), {}
+        await asyncio.gather(*(client.stop() for client in clients), *self._exchanges.values())
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    def connected(self, client: WorkerClient) -> None:
+        self._books[client.worker_id] = _Book()
+        self._on_change()
+
+    def lost(self, client: WorkerClient) -> None:
+        self._books.pop(client.worker_id, None)
+        self._on_change()
+
+    def reported(self, client: WorkerClient) -> None:
+        """A report has come: it contains what was sent before it, about."""
+        book = self._books[client.worker_id]
+        book.reported()
+        if client.draining and not book.draining:
+            book.draining = True
+            self._on_change()
+
+    def send(self, worker_id: str, command: worker_pb2.SessionCommand) -> None:
+        client = self._clients.get(worker_id)
+        if client is not None:
+            client.send(command)
+
+    # -- what is given to whom -----------------------------------------------------------------------------------
+
+    def assign(self, worker_id: str, key: RequestKey, *, prefill_tokens: int, cache_tokens: int) -> None:
+        """A request is sent to a worker, or is about to be."""
+        client, book = self._clients.get(worker_id), self._books.get(worker_id)
+        if client is not None and client.facts is not None and book is not None:
+            book.assign(key, prefill_tokens, client.facts.geometry.blocks_for(cache_tokens))
+
+    def prefill_computed(self, worker_id: str, key: RequestKey) -> None:
+        book = self._books.get(worker_id)
+        if book is not None:
+            book.prefill_computed(key)
+
+    def release(self, worker_id: str, key: RequestKey) -> None:
+        book = self._books.get(worker_id)
+        if book is not None:
+            book.release(key)
+
+    # -- views ---------------------------------------------------------------------------------------------------
+
+    def snapshots(self) -> list[WorkerSnapshot]:
+        """The workers that are connected and take new requests."""
+        return [snapshot for client in self._clients.values() if (snapshot := self._snapshot(client)) is not None]
+
+    def snapshot(self, worker_id: str) -> WorkerSnapshot | None:
+        """None if the worker is not connected or takes nothing new."""
+        client = self._clients.get(worker_id)
+        return None if client is None else self._snapshot(client)
+
+    def _snapshot(self, client: WorkerClient) -> WorkerSnapshot | None:
+        facts = client.facts
+        serving = self._states.get(client.worker_id) == membership_pb2.WORKER_STATE_SERVING
+        if facts is None or client.draining or not serving:
+            return None
+        book = self._books[client.worker_id]
+        return WorkerSnapshot(
+            worker_id=client.worker_id,
+            role=facts.role,
+            load=client.load,
+            block_size=facts.geometry.block_size,
+            max_requests=min(self._config.max_running_per_worker, facts.max_num_seqs),
+            mine=book.in_flight(),
+            decisions=book.decisions,
+        )
+
+    @property
+    def route_possible(self) -> bool:
+        """Whether a worker that can decode is connected and takes new requests."""
+        return any(snapshot.role is not Role.PREFILL for snapshot in self.snapshots())
+
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model of the connected workers; None while there is none."""
+        return next((c.facts.model for c in self._clients.values() if c.facts is not None), None)
+
+    def limits(self) -> Limits | None:
+        """What a request may ask for; None while no worker that can decode is connected."""
+        facts = [c.facts for c in self._clients.values() if c.facts is not None and c.facts.role is not Role.PREFILL]
+        if not facts:
+            return None
+        pool_tokens = max(f.geometry.num_blocks * f.geometry.block_size for f in facts)
+        model_tokens = min(f.model.max_model_len for f in facts)
+        return Limits(min(model_tokens, pool_tokens), facts[0].model.vocab_size)
+
+    def statuses(self) -> list[admin_pb2.WorkerStatus]:
+        """Every member that the router knows, connected or not, by worker id."""
+        now = self._clock.now()
+        return [
+            admin_pb2.WorkerStatus(
+                worker=client.member,
+                state=self._state(client),
+                connected=client.connected,
+                problem=client.problem,
+                load=load_to_proto(client.load) if client.connected else None,
+                load_age_ms=1000 * (now - client.load_at) if client.connected else 0.0,
+            )
+            for worker_id, client in sorted(self._clients.items())
+        ]
+
+    def _state(self, client: WorkerClient) -> membership_pb2.WorkerState.ValueType:
+        draining = client.draining or client.worker_id not in self._states
+        return membership_pb2.WORKER_STATE_DRAINING if draining else self._states[client.worker_id]

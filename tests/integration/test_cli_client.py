@@ -1,0 +1,284 @@
+"""The client commands against a scripted cluster over real gRPC: what they send, what they print, how they fail."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent import futures
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, kv_pb2, membership_pb2, worker_pb2
+
+Event = generation_pb2.GenerateEvent
+
+END = generation_pb2.End(
+    finish_reason=generation_pb2.FINISH_REASON_LENGTH,
+    usage=generation_pb2.Usage(prompt_tokens=5, completion_tokens=3),
+    timeline=generation_pb2.Timeline(
+        queued_ms=1.5,
+        ttft_ms=12.25,
+        tpot_ms=4.5,
+        prefill_worker="prefill-0",
+        decode_worker="decode-1",
+        kv=kv_pb2.TransferStats(
+            blocks=2, raw_bytes=4000, wire_bytes=2500, codec="bexp-zstd", transport="grpc", seconds=0.0125
+        ),
+    ),
+)
+
+
+class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
+    """Answers every Generate with `events`, then `error` if there is one, and keeps the requests."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.events = [
+            Event(token_ids=[7, 8], text="Because "),
+            Event(token_ids=[9], text="so.", token_index=2),
+            Event(end=END),
+        ]
+        self.error: tuple[grpc.StatusCode, str] | None = None
+        self.status = admin_pb2.GetStatusReply()
+
+    def Generate(
+        self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[generation_pb2.GenerateEvent]:
+        self.requests.append(request)
+        yield from self.events
+        if self.error is not None:
+            context.abort(*self.error)
+
+    def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.GetStatusReply:
+        return self.status
+
+
+@pytest.fixture
+def cluster() -> Iterator[ScriptedCluster]:
+    scripted = ScriptedCluster()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    generation_pb2_grpc.add_GenerationServicer_to_server(scripted, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(scripted, server)
+    scripted.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield scripted
+    server.stop(0).wait(5)
+
+
+class Run:
+    """One finished run of the command."""
+
+    def __init__(self, *arguments: str, stdin: str | None = None) -> None:
+        result = CliRunner().invoke(app, list(arguments), input=stdin, prog_name="pdserve")
+        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+
+def test_generate_streams_the_text(cluster: ScriptedCluster) -> None:
+    run = Run("generate", "Why?", "--address", cluster.address)
+    assert (run.code, run.out, run.err) == (0, "Because so.\n", "")
+    assert cluster.requests == [generation_pb2.GenerateRequest(prompt="Why?", sampling=generation_pb2.Sampling())]
+
+
+def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
+    flags = (
+        "--max-tokens 9 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed 18446744073709551615 --stop A "
+        "--stop B --stop-token 4 --min-tokens 2 --ignore-eos --request-id r1 --model m"
+    )
+    run = Run("generate", "Why?", "--address", cluster.address, *flags.split())
+    assert run.code == 0, run.err
+    assert cluster.requests[0] == generation_pb2.GenerateRequest(
+        request_id="r1",
+        model="m",
+        prompt="Why?",
+        sampling=generation_pb2.Sampling(
+            max_tokens=9,
+            temperature=0.5,
+            top_k=3,
+            top_p=0.25,
+            min_p=0.125,
+            seed=2**64 - 1,
+            stop=["A", "B"],
+            stop_token_ids=[4],
+            min_tokens=2,
+            ignore_eos=True,
+        ),
+    )
+
+
+def test_generate_sends_zero_and_leaves_out_what_is_not_given(cluster: ScriptedCluster) -> None:
+    Run("generate", "Why?", "--address", cluster.address, "--temperature", "0")
+    sampling = cluster.requests[0].sampling
+    assert sampling.HasField("temperature")
+    assert not sampling.HasField("top_p")
+
+
+@pytest.mark.parametrize("argument", [(), ("-",)])
+def test_generate_reads_standard_input(cluster: ScriptedCluster, argument: tuple[str, ...]) -> None:
+    assert Run("generate", *argument, "--address", cluster.address, stdin="From a file\n").code == 0
+    assert cluster.requests[0].prompt == "From a file\n"
+
+
+def test_generate_chat(cluster: ScriptedCluster) -> None:
+    Run("generate", "Why?", "--chat", "--system", "Be brief.", "--address", cluster.address)
+    messages = [(message.role, message.content) for message in cluster.requests[0].chat.messages]
+    assert messages == [("system", "Be brief."), ("user", "Why?")]
+
+
+def test_generate_token_ids(cluster: ScriptedCluster) -> None:
+    Run("generate", " 504, 3575\n282 ", "--token-ids", "--address", cluster.address)
+    assert list(cluster.requests[0].token_ids.ids) == [504, 3575, 282]
+
+
+def test_generate_json(cluster: ScriptedCluster) -> None:
+    run = Run("generate", "Why?", "--json", "--address", cluster.address)
+    assert json.loads(run.out) == {
+        "prompt_tokens": 5,
+        "completion_tokens": 3,
+        "text": "Because so.",
+        "ttft_ms": 12.25,
+        "tpot_ms": 4.5,
+        "finish_reason": "length",
+        "prefill_worker": "prefill-0",
+        "decode_worker": "decode-1",
+        "kv": {
+            "blocks": 2,
+            "raw_bytes": 4000,
+            "wire_bytes": 2500,
+            "codec": "bexp-zstd",
+            "transport": "grpc",
+            "seconds": 0.0125,
+        },
+        "token_ids": [7, 8, 9],
+    }
+
+
+def test_generate_timeline_goes_to_standard_error(cluster: ScriptedCluster) -> None:
+    run = Run("generate", "Why?", "--timeline", "--address", cluster.address)
+    assert run.out == "Because so.\n"
+    for cell in ("1.5 ms", "12.2 ms", "4.5 ms", "3.9 KiB", "2.4 KiB", "1.60", "bexp-zstd, grpc", "decode-1"):
+        assert cell in run.err, cell
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 2, "change the request"),
+        (grpc.StatusCode.NOT_FOUND, 2, "--model"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 75, "try again later"),
+        (grpc.StatusCode.UNAVAILABLE, 75, "pdserve status"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 1, "--timeout"),
+        (grpc.StatusCode.INTERNAL, 1, "log"),
+    ],
+)
+def test_generate_error_says_what_happened_and_what_to_do(
+    cluster: ScriptedCluster, status: grpc.StatusCode, code: int, advice: str
+) -> None:
+    cluster.events, cluster.error = [], (status, "sampling.top_p: the cluster's words")
+    run = Run("generate", "Why?", "--address", cluster.address)
+    assert run.code == code
+    assert "sampling.top_p: the cluster's words" in run.err
+    assert advice in run.err
+    assert not run.out
+
+
+def test_generate_json_prints_nothing_of_a_failed_request(cluster: ScriptedCluster) -> None:
+    cluster.events, cluster.error = cluster.events[:1], (grpc.StatusCode.UNAVAILABLE, "gone")
+    run = Run("generate", "Why?", "--json", "--address", cluster.address)
+    assert (run.code, run.out) == (75, "")
+
+
+def test_generate_does_not_take_half_an_answer_for_a_whole_one(cluster: ScriptedCluster) -> None:
+    cluster.events = cluster.events[:2]
+    run = Run("generate", "Why?", "--address", cluster.address)
+    assert run.code == 1
+    assert "before the answer was complete" in run.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--system", "x"), "--system needs --chat"),
+        (("--chat", "--token-ids"), "exclude each other"),
+        (("--token-ids",), "'Why?' is not allowed"),
+        (("--max-tokens", "-1"), "a sampling flag is out of range"),
+        (("--seed", str(2**64)), "a sampling flag is out of range"),
+    ],
+)
+def test_generate_refuses_bad_flags_without_asking_the_cluster(
+    cluster: ScriptedCluster, flags: tuple[str, ...], words: str
+) -> None:
+    run = Run("generate", "Why?", "--address", cluster.address, *flags)
+    assert run.code == 2
+    assert words in run.err
+    assert not cluster.requests
+
+
+@pytest.mark.parametrize("command", [("generate", "Why?"), ("status",)])
+def test_nobody_there(command: tuple[str, ...]) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens: the port stays free of others
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = Run(*command, "--address", address)
+    assert run.code == 1
+    assert f"no pdserve cluster answers at {address}" in run.err
+    assert "pdserve serve" in run.err
+
+
+def test_something_else_there(cluster: ScriptedCluster) -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        run = Run("generate", "Why?", "--address", f"127.0.0.1:{port}")
+    finally:
+        server.stop(0).wait(5)
+    assert run.code == 1
+    assert "something else than pdserve" in run.err
+
+
+def a_status() -> admin_pb2.GetStatusReply:
+    reply = admin_pb2.GetStatusReply(
+        router_id="blue-router",
+        uptime_s=61,
+        model=worker_pb2.ModelDescription(name="tiny", max_model_len=2048, dtype="float32"),
+        queued_requests=2,
+        running_requests=3,
+    )
+    reply.workers.add(
+        worker=membership_pb2.WorkerDescription(
+            worker_id="decode-0", role=worker_pb2.WORKER_ROLE_DECODE, address="127.0.0.1:4", pid=11
+        ),
+        state=membership_pb2.WORKER_STATE_SERVING,
+        connected=True,
+        load=worker_pb2.Load(running=3, total_blocks=100, free_blocks=58, open_tickets=1, step_ms=12.34),
+    )
+    reply.workers.add(
+        worker=membership_pb2.WorkerDescription(worker_id="prefill-0", role=worker_pb2.WORKER_ROLE_PREFILL),
+        problem="no route",
+    )
+    return reply
+
+
+def test_status_shows_pools_workers_and_load(cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cluster.status = a_status()
+    run = Run("status", "--address", cluster.address)
+    assert run.code == 0, run.err
+    for words in ("blue-router", "tiny", "3 running, 2 queued", "42/100", "12.3 ms", "not connected: no route"):
+        assert words in run.out, words
+
+
+def test_status_json(cluster: ScriptedCluster) -> None:
+    cluster.status = a_status()
+    data = json.loads(Run("status", "--json", "--address", cluster.address).out)
+    assert data["running_requests"] == 3
+    assert data["failed_requests"] == "0"  # 64-bit numbers are strings in protobuf's JSON
+    assert [worker["worker"]["worker_id"] for worker in data["workers"]] == ["decode-0", "prefill-0"]
+    assert data["workers"][0]["load"]["free_blocks"] == 58

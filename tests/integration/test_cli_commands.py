@@ -1,0 +1,161 @@
+"""Commands that need no cluster: help, configuration, and the demonstration's output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from cluster.config_file import load_config
+from cluster.demo import DemoRequest, demo_rounds, write_json
+from cluster.demo_view import LineView, PanelView, make_view
+from cluster.timeline import Answer, timeline_table
+from protos import generation_pb2, kv_pb2
+
+COMMANDS = ("serve", "generate", "status", "demo", "models", "config")
+
+
+def invoke(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, list(arguments), prog_name="pdserve")
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command: str) -> None:
+    code, out, _ = invoke(command, "--help")
+    assert code == 0
+    assert "Examples:" in out
+    assert f"pdserve {command}" in out
+
+
+def test_printed_configuration_is_a_configuration_file(tmp_path: Path) -> None:
+    code, out, err = invoke("config", "--set", "decode.workers=2", "--set", "prefill.kv_memory=64MiB", "--explain")
+    assert code == 0, err
+    path = tmp_path / "cluster.yaml"
+    path.write_text(out)
+    config = load_config(path)
+    assert (config.decode.workers, config.prefill.kv_memory) == (2, 64 << 20)
+
+
+def test_serve_flags_reach_the_configuration_and_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: other\nrouter: {grpc_port: 1, max_queue: 7}\n")
+    workers = ["--prefill", "2", "--decode", "3", "--aggregated", "1", "--model", "m", "--dtype", "float32"]
+    addresses = ["--host", "0.0.0.0", "--grpc-port", "4", "--ray-address", "auto"]
+    code, out, err = invoke("serve", "--config", str(path), *workers, *addresses, "--print-config")
+    assert code == 0, err
+    path.write_text(out)
+    config = load_config(path)
+    assert (config.prefill.workers, config.decode.workers, config.aggregated.workers) == (2, 3, 1)
+    assert (config.model, config.dtype) == ("m", "float32")
+    assert (config.router.host, config.router.grpc_port, config.router.max_queue) == ("0.0.0.0", 4, 7)
+    assert config.ray.address == "auto"
+
+
+def test_aggregated_alone_means_nothing_else(tmp_path: Path) -> None:
+    code, out, _ = invoke("serve", "--aggregated", "2", "--print-config")
+    assert code == 0
+    path = tmp_path / "cluster.yaml"
+    path.write_text(out)
+    config = load_config(path)
+    assert (config.prefill.workers, config.decode.workers, config.aggregated.workers) == (0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--dtype", "bf16"), ["dtype", "'bf16'", "'bfloat16'"]),
+        (("--grpc-port", "70000"), ["router.grpc_port", "70000", "65535"]),
+        (("--set", "router.max_qeue=1"), ["router.max_qeue", "did you mean max_queue?"]),
+        (("--set", "router.max_queue"), ["KEY=VALUE"]),
+        (("--config", "/nowhere.yaml"), ["--config", "/nowhere.yaml"]),
+        (("--decode", "0"), ["decode.workers", "at least 1"]),
+    ],
+)
+def test_serve_refuses_a_bad_configuration_at_once(arguments: tuple[str, ...], words: list[str]) -> None:
+    code, _, err = invoke("serve", *arguments)
+    assert code == 2
+    assert all(word in err for word in words), err
+
+
+def finished(name: str) -> Answer:
+    answer = Answer(name)
+    answer.add(generation_pb2.GenerateEvent(token_ids=[1], text="Hi"))
+    answer.add(
+        generation_pb2.GenerateEvent(
+            end=generation_pb2.End(
+                finish_reason=generation_pb2.FINISH_REASON_STOP,
+                usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=1),
+                timeline=generation_pb2.Timeline(
+                    prefill_worker="prefill-0",
+                    decode_worker="decode-0",
+                    kv=kv_pb2.TransferStats(
+                        blocks=1, raw_bytes=3 << 20, wire_bytes=2 << 20, codec="c", transport="t"
+                    ),
+                ),
+            )
+        )
+    )
+    return answer
+
+
+def test_demo_json_has_the_documented_keys(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "demo.json"
+    write_json(path, [finished("a"), finished("b")])
+    data = json.loads(path.read_text())
+    assert list(data) == ["requests"]
+    assert len(data["requests"]) == 2
+    keys = ["prompt_tokens", "completion_tokens", "text", "ttft_ms", "tpot_ms", "finish_reason"]
+    keys += ["prefill_worker", "decode_worker", "kv"]
+    assert list(data["requests"][0]) == keys
+    assert list(data["requests"][0]["kv"]) == ["blocks", "raw_bytes", "wire_bytes", "codec", "transport", "seconds"]
+
+
+def test_timeline_has_a_column_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=120).print(timeline_table([finished("first"), finished("second")]))
+    out = capsys.readouterr().out
+    assert out.count("1.50") == 2
+    assert "first" in out
+    assert "second" in out
+
+
+def test_demo_requests_run_two_at_once_and_one_of_them_is_long() -> None:
+    rounds = demo_rounds()
+    assert max(len(requests) for requests in rounds) == 2
+    words = {request.name: len(request.message.split()) for requests in rounds for request in requests}
+    assert words["document"] > 1500
+    assert set(words) == {"chat", "document", "code"}
+
+
+def test_lines_of_two_answers_stay_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    view = LineView(Console(width=200), width=20)
+    view.begin([DemoRequest("a", "Say one\ntwo three", 1), DemoRequest("b", "Say two", 1)])
+    for piece_a, piece_b in (("one ", "[x"), ("two thr", "] = 1\n"), ("ee four five", "  return"), (" six", " x")):
+        view.text("a", piece_a)
+        view.text("b", piece_b)
+    view.finish()
+    lines = [line.split(" | ", 1) for line in capsys.readouterr().out.splitlines()]
+    assert [text for name, text in lines if name.strip() == "a"] == [
+        "> Say one [+ 2 words]",
+        "one two three four",
+        "five six",
+    ]
+    assert [text for name, text in lines if name.strip() == "b"] == ["> Say two", "[x] = 1", "  return x"]
+
+
+def test_panels_show_both_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=100, force_terminal=True)
+    view = make_view(console)
+    assert isinstance(view, PanelView)
+    view.begin([DemoRequest("a", "x", 1), DemoRequest("b", "y", 1)])
+    view.text("a", "left side")
+    view.text("b", "right side")
+    view.finish()
+    last = capsys.readouterr().out
+    assert "left side" in last
+    assert "right side" in last
+    assert isinstance(make_view(Console(force_terminal=False)), LineView)

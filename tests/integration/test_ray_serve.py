@@ -1,0 +1,111 @@
+"""A whole cluster on a Ray of its own, through the command line: serve, generate, a worker's death, drain."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.processes import REPOSITORY, eventually
+from tests.support.serve_process import ServeProcess
+from tests.support.tiny_model import tiny_llama
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServeProcess]:
+    model = tiny_llama(tmp_path / "tiny")
+    process = ServeProcess(
+        "--model", str(model), "--dtype", "float32", "--grpc-port", "0", "--ray-address", "local",
+        "--set", "prefill.num_blocks=256", "--set", "decode.num_blocks=256",
+    )  # fmt: skip
+    try:
+        process.wait_ready()
+        yield process
+    finally:
+        process.stop()
+
+
+def client(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cluster", *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    return out
+
+
+def generate(address: str, tokens: int) -> dict[str, object]:
+    arguments = ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens), "--json"]
+    data: dict[str, object] = json.loads(finish(client("generate", "The tide", "--address", address, *arguments)))
+    return data
+
+
+def workers(address: str) -> dict[str, dict[str, object]]:
+    status = json.loads(finish(client("status", "--json", "--address", address)))
+    return {item["worker"]["worker_id"]: item for item in status["workers"]}
+
+
+def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> None:
+    address = served.address
+    first = generate(address, 20)
+    assert first["completion_tokens"] == 20
+    assert (first["prefill_worker"], first["decode_worker"]) == ("prefill-0", "decode-0")
+    assert first["kv"]["raw_bytes"] > 0
+
+    # The workers are Ray actors in processes of their own.
+    before = workers(address)
+    assert set(before) == {"prefill-0", "decode-0"}
+    pids = {item["worker"]["pid"] for item in before.values()}
+    assert len(pids) == 2
+    assert pids <= {process.pid for process in served.family()}
+
+    # Ray starts a dead one again under its name, and it joins the cluster again.
+    os.kill(before["decode-0"]["worker"]["pid"], signal.SIGKILL)
+    served.wait_for(r"decode-0 has died", 30)
+    served.wait_for(r"decode-0 is back", 60)
+    eventually(
+        lambda: workers(address).get("decode-0", {}).get("connected"), 30, "the router's session with the new worker"
+    )
+    after = workers(address)
+    assert after["decode-0"]["worker"]["incarnation"] != before["decode-0"]["worker"]["incarnation"]
+    assert after["prefill-0"]["worker"]["incarnation"] == before["prefill-0"]["worker"]["incarnation"]
+    again = generate(address, 20)
+    assert again["token_ids"] == first["token_ids"]
+
+    # What runs at SIGTERM may finish; nothing new is taken; nothing is left behind.
+    family = served.family()
+    running = client(
+        "generate", "The tide", "--address", address, "--ignore-eos", "--max-tokens", "1200", "--json",
+        "--request-id", "last",
+    )  # fmt: skip
+    eventually(
+        lambda: json.loads(finish(client("status", "--json", "--address", address)))["running_requests"],
+        30,
+        "the request to run",
+    )
+    served.signal(signal.SIGTERM)
+    served.wait_for("draining", 10)
+    late = client("generate", "The tide", "--address", address)
+    late.communicate(timeout=60)
+    assert late.returncode in (1, 75)  # refused, or already gone
+    assert json.loads(finish(running))["completion_tokens"] == 1200
+    assert served.wait() == 0
+    assert served.output.rstrip().endswith("stopped")
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive

@@ -1,0 +1,109 @@
+"""Short ways to make an engine on a fake runner, requests for it, and steps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.engine import Engine, SequenceKind, StepResult, TokenOut
+from pdcore.clock import Clock, ManualClock
+from pdcore.config import EngineConfig, SchedulerConfig
+from pdcore.types import RequestKey, RequestSpec, SamplingParams
+from tests.support.fake_runner import FakeRunner
+
+
+def make_engine(
+    runner: FakeRunner,
+    *,
+    budget: int = 64,
+    max_num_seqs: int = 8,
+    chunk: int = 64,
+    max_model_len: int | None = None,
+    max_reserved_fraction: float = 0.5,
+    on_pressure: Callable[[str], None] | None = None,
+    clock: Clock | None = None,
+) -> Engine:
+    """An engine with these scheduler limits, on a clock that stands still."""
+    config = EngineConfig(
+        "fake", "fake", max_model_len=max_model_len, scheduler=SchedulerConfig(budget, max_num_seqs, chunk)
+    )
+    pressure = on_pressure or (lambda owner: None)
+    return Engine(runner, config, clock or ManualClock(), pressure, max_reserved_fraction)
+
+
+def request(
+    name: str,
+    prompt: int | Sequence[int],
+    max_tokens: int = 8,
+    *,
+    delivered: Sequence[int] = (),
+    window: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop: Sequence[int] = (),
+    min_tokens: int = 0,
+    vocab_size: int = 256,
+) -> RequestSpec:
+    """A request; a number as the prompt stands for that many tokens that depend on the name."""
+    if isinstance(prompt, int):
+        start = sum(name.encode())
+        prompt = [(start + 7 * i * i + i) % vocab_size for i in range(prompt)]
+    params = SamplingParams(
+        max_tokens, temperature=temperature, seed=seed, stop_token_ids=tuple(stop), min_tokens=min_tokens
+    )
+    return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window)
+
+
+def step(engine: Engine) -> StepResult | None:
+    """One whole step, with integrity checked at every point; None if nothing could run."""
+    plan = engine.schedule()
+    engine.check_integrity()
+    if plan is None:
+        return None
+    output = engine.execute(plan)
+    engine.check_integrity()
+    result = engine.apply(plan, output)
+    engine.check_integrity()
+    return result
+
+
+def run(engine: Engine, steps: int = 2000) -> list[TokenOut]:
+    """Step until nothing is left to do; all tokens, in order. Fails if that takes more than `steps`."""
+    tokens: list[TokenOut] = []
+    for _ in range(steps):
+        if not engine.has_work():
+            break
+        result = step(engine)
+        assert result is not None, f"nothing can run: {engine.load()}"
+        assert not result.rejected, result.rejected
+        tokens.extend(result.tokens)
+    assert not engine.has_work(), f"still at work after {steps} steps: {engine.load()}"
+    return tokens
+
+
+def tokens_of(tokens: Sequence[TokenOut], spec: RequestSpec) -> list[int]:
+    """Token ids of one request; asserts that every index comes once and in order."""
+    mine = [token for token in tokens if token.key == spec.key]
+    first = len(spec.delivered)
+    assert [token.index for token in mine] == list(range(first, first + len(mine))), mine
+    assert all(token.finish is None for token in mine[:-1]), mine
+    return [token.token_id for token in mine]
+
+
+def prefill_and_transfer(
+    source: Engine, runner: FakeRunner, target: FakeRunner, spec: RequestSpec, blocks: Sequence[int]
+) -> int:
+    """Compute `spec` on a prefill engine, copy its KV into `blocks` of `target`, and return the first token."""
+    source.add(spec, SequenceKind.PREFILL)
+    tokens = run(source)
+    table = source.block_table(spec.key)
+    assert table is not None
+    known = len(spec.known_tokens)
+    half = known // 2  # two ranges, neither of them aligned to blocks of either side
+    for start, count in ((0, half), (half, known - half)):
+        for layer in range(runner.geometry.num_layers):
+            values = runner.cache.gather(layer, 1, table, start, count)
+            target.cache.scatter(layer, blocks, start, values)
+    source.release_send(spec.key)
+    assert source.block_table(spec.key) is None
+    (first,) = tokens_of(tokens, spec)
+    return first

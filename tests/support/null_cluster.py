@@ -1,0 +1,106 @@
+"""A router and null workers on one event loop, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from pdcore.config import RouterConfig
+from pdcore.types import Role
+from router.client import AsyncClient
+from router.service import RouterServer
+from tests.support.null_worker import MODEL, NullWorker
+from tests.support.static_membership import StaticMembership
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+    """Wait for a condition; AssertionError if it does not come."""
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+class NullCluster:
+    """Use with `async with`. `workers` by worker id; `client` talks to the router.
+
+    Args:
+        model_path: folder with a tokenizer. options: of RouterConfig.
+    """
+
+    def __init__(
+        self, model_path: Path, workers: list[NullWorker], *, no_route_grace_s: float = 10.0, **options: object
+    ) -> None:
+        self.workers = {worker.worker_id: worker for worker in workers}
+        self.membership = StaticMembership()
+        self._model_path = model_path
+        self._no_route_grace_s = no_route_grace_s
+        self._options: dict[str, object] = {"heartbeat_s": 0.1, "dead_after_s": 3.0, "grpc_port": 0, **options}
+
+    async def __aenter__(self) -> NullCluster:
+        await self.membership.start()
+        for worker in self.workers.values():
+            await worker.start()
+        self.announce()
+        config = RouterConfig(
+            router_id="router-0",
+            model_path=str(self._model_path),
+            served_name=MODEL.name,
+            controller=self.membership.address,
+            **self._options,  # type: ignore[arg-type]
+        )
+        self.router = RouterServer(config, no_route_grace_s=self._no_route_grace_s)
+        await self.router.start()
+        self.client = AsyncClient(self.router.address)
+        await self.connected()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.client.close()
+        await self.router.stop()
+        for worker in self.workers.values():
+            await worker.stop()
+        await self.membership.stop()
+
+    def __getitem__(self, worker_id: str) -> NullWorker:
+        return self.workers[worker_id]
+
+    def announce(self) -> None:
+        """Set the member list to the present workers."""
+        self.membership.set([worker.description for worker in self.workers.values()])
+
+    async def connected(self) -> None:
+        """Until the router has a session with every worker."""
+        pool = self.dispatcher.pool
+
+        def all_up() -> bool:
+            up = {status.worker.incarnation for status in pool.statuses() if status.connected}
+            return up == {worker.incarnation for worker in self.workers.values()}
+
+        await until(all_up, "sessions with all workers")
+
+    @property
+    def dispatcher(self):  # type: ignore[no-untyped-def]
+        return self.router._dispatcher
+
+    async def replace(self, worker: NullWorker) -> None:
+        """A new incarnation of a worker takes the place of the old one."""
+        self.workers[worker.worker_id] = await worker.start()
+        self.announce()
+
+    async def empty(self) -> None:
+        """Until no worker holds anything."""
+        await until(
+            lambda: not any(worker.held for worker in self.workers.values()),
+            "workers hold nothing: " + str({w.worker_id: list(w.held) for w in self.workers.values()}),
+        )
+
+
+def pair(**options: object) -> list[NullWorker]:
+    """One prefill and one decode worker, `p0` and `d0`."""
+    return [
+        NullWorker("p0", Role.PREFILL, **options),  # type: ignore[arg-type]
+        NullWorker("d0", Role.DECODE, **options),  # type: ignore[arg-type]
+    ]

@@ -1,0 +1,390 @@
+"""A worker without a model: the real session and KV interfaces over real gRPC, tokens made from the prompt.
+
+It answers as a worker does (tickets, echo of the first token, token windows, credit, heartbeats, release with the
+session), computes nothing, and does what a test's hook says at each point of a request. Its KV transfer is a
+manifest without frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, RequestKey, Role
+from protos import kv_pb2, kv_pb2_grpc, membership_pb2, worker_pb2, worker_pb2_grpc
+from protos.convert import geometry_to_proto, model_to_proto, role_to_proto
+
+Script = Callable[[worker_pb2.WorkerRequest, int], int]
+Hook = Callable[[str, RequestKey, int], Awaitable[None]]
+"""Called with a point, the request and a token index at: reserve, prefill, manifest, commit, token."""
+Refuse = Callable[[str, worker_pb2.WorkerRequest], "worker_pb2.FailureCode.ValueType | None"]
+"""Called with a command (reserve, prefill, generate): a code to refuse it, or None to take it."""
+
+MODEL = ModelInfo(name="null", digest="0" * 16, max_model_len=4096, vocab_size=512, dtype="float32")
+
+
+def null_token(request: worker_pb2.WorkerRequest, index: int) -> int:
+    """A token below 94 that depends on the whole prompt and the index only (printable in the tiny tokenizer)."""
+    return token_of(tuple(request.prompt), index)
+
+
+def token_of(prompt: tuple[int, ...], index: int) -> int:
+    return zlib.crc32(repr((prompt, index)).encode()) % 94
+
+
+@dataclass(eq=False)
+class _Job:
+    """What the worker holds of one request. `phase`: ticket, prefill or sequence."""
+
+    session: _Session
+    request: worker_pb2.WorkerRequest
+    phase: str
+    ticket_id: int = 0
+    window: int = 0
+    credit: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return RequestKey(self.request.request_id, self.request.attempt)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.prompt) + len(self.request.delivered) + 1
+
+
+@dataclass(eq=False)
+class _Session:
+    report: worker_pb2.Report = field(default_factory=worker_pb2.Report)
+    replies: list[worker_pb2.SessionEvent] = field(default_factory=list)
+    mail: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
+    """Runs on the event loop of `start`.
+
+    Attributes:
+        held: what it holds, by request. commands: how often each command came, by (name, request id).
+        silent: says nothing any more, heartbeats included, but keeps its connections.
+        hung: claims to have running work, but makes no step. draining: what its reports say.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        *,
+        model: ModelInfo = MODEL,
+        num_blocks: int = 4096,
+        max_num_seqs: int = 1024,
+        script: Script = null_token,
+        hook: Hook | None = None,
+        refuse: Refuse | None = None,
+        step_s: float = 0.0,
+        heartbeat_s: float = 0.1,
+    ) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.incarnation = uuid.uuid4().hex
+        self.model = model
+        self.geometry = KvGeometry(model.digest, 1, 1, 8, "float32", 16, num_blocks)
+        self.held: dict[RequestKey, _Job] = {}
+        self.commands: Counter[tuple[str, str]] = Counter()
+        self.hook, self.refuse, self.script = hook, refuse, script
+        self.step_s = step_s
+        self.silent = self.hung = self.draining = False
+        self._max_num_seqs = max_num_seqs
+        self._heartbeat_s = heartbeat_s
+        self._step = 0
+        self._tickets = 0
+        self._sessions: dict[str, asyncio.Task[None]] = {}
+        self.address = ""
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> NullWorker:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        kv_pb2_grpc.add_KvServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        return self
+
+    async def crash(self) -> None:
+        """Vanish in the middle of everything."""
+        await self._server.stop(0)
+
+    stop = crash
+
+    @property
+    def description(self) -> membership_pb2.WorkerDescription:
+        return membership_pb2.WorkerDescription(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=role_to_proto(self.role),
+            address=self.address,
+            model=model_to_proto(self.model),
+            geometry=geometry_to_proto(self.geometry),
+        )
+
+    def count(self, command: str, request_id: str) -> int:
+        return self.commands[command, request_id]
+
+    # -- the session ---------------------------------------------------------------------------------------------
+
+    async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        hello = (await context.read()).hello
+        for name, ours, theirs in (
+            ("worker incarnation", self.incarnation, hello.worker_incarnation or self.incarnation),
+            ("model digest", self.model.digest, hello.model_digest or self.model.digest),
+        ):
+            if ours != theirs:
+                await context.abort(
+                    grpc.StatusCode.FAILED_PRECONDITION, f"{name} differs: ours is {ours!r}, theirs is {theirs!r}"
+                )
+        session = _Session()
+        welcome = worker_pb2.Welcome(
+            protocol=PROTOCOL_VERSION,
+            worker_id=self.worker_id,
+            worker_incarnation=self.incarnation,
+            role=role_to_proto(self.role),
+            model=model_to_proto(self.model),
+            geometry=geometry_to_proto(self.geometry),
+            codecs=["raw"],
+            transports=["grpc"],
+            max_num_batched_tokens=512,
+            max_num_seqs=self._max_num_seqs,
+        )
+        await context.write(worker_pb2.SessionEvent(welcome=welcome))
+        writer = asyncio.create_task(self._write(session, context))
+        try:
+            while (command := await context.read()) is not grpc.aio.EOF:
+                self._on_command(session, command)
+        finally:
+            writer.cancel()
+            for job in [job for job in self.held.values() if job.session is session]:
+                self._release(job)
+
+    async def _write(self, session: _Session, context: grpc.aio.ServicerContext) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(session.mail.wait(), self._heartbeat_s)
+            except TimeoutError:
+                pass
+            session.mail.clear()
+            if self.silent:
+                continue
+            events, session.replies = session.replies, []
+            report, session.report = session.report, worker_pb2.Report()
+            report.load.CopyFrom(self._load())
+            report.draining = self.draining
+            for event in [*events, worker_pb2.SessionEvent(report=report)]:
+                await context.write(event)
+
+    def _load(self) -> worker_pb2.Load:
+        jobs = list(self.held.values())
+        sequences = [job for job in jobs if job.phase == "sequence"]
+        paused = sum(1 for job in sequences if job.window <= 0)
+        used = sum(self.geometry.blocks_for(job.tokens) for job in jobs)
+        if not self.hung:
+            self._step += 1
+        return worker_pb2.Load(
+            step=self._step,
+            running=len(sequences) - paused + int(self.hung),
+            paused=paused,
+            queued_prefill_tokens=sum(job.tokens - 1 for job in jobs if job.phase == "prefill"),
+            free_blocks=max(0, self.geometry.num_blocks - used),
+            total_blocks=self.geometry.num_blocks,
+            open_tickets=sum(1 for job in jobs if job.phase == "ticket"),
+        )
+
+    def _on_command(self, session: _Session, command: worker_pb2.SessionCommand) -> None:
+        name = command.WhichOneof("command")
+        body = getattr(command, str(name))
+        if name in ("reserve", "prefill", "generate"):
+            self.commands[name, body.request.request_id] += 1
+            code = self.refuse(name, body.request) if self.refuse is not None else None
+            if code is not None:
+                self._refuse(session, name, body.request, code)
+                return
+            job = _Job(session, body.request, {"reserve": "ticket", "prefill": "prefill"}.get(name, "sequence"))
+            job.window = body.request.token_window
+            assert job.key not in self.held, f"{self.worker_id} was given {job.key} twice"
+            self.held[job.key] = job
+            work = {"reserve": self._grant, "prefill": self._prefill, "generate": self._generate}[name]
+            job.task = asyncio.create_task(work(job, body))
+        elif name in ("abort", "credit"):
+            self.commands[name, body.request_id] += 1
+            found = self.held.get(RequestKey(body.request_id, body.attempt))
+            if found is None:
+                return
+            if name == "abort":
+                self._release(found)
+            else:
+                found.window += body.tokens
+                found.credit.set()
+
+    def _refuse(
+        self,
+        session: _Session,
+        command: str,
+        request: worker_pb2.WorkerRequest,
+        code: worker_pb2.FailureCode.ValueType,
+    ) -> None:
+        failed = worker_pb2.RequestFailed(code=code, message="refused by the test")
+        ids = {"request_id": request.request_id, "attempt": request.attempt}
+        if command == "reserve":
+            reply = worker_pb2.ReserveReply(**ids, refused=failed)
+            session.replies.append(worker_pb2.SessionEvent(reserve=reply))
+        else:
+            session.report.notices.append(worker_pb2.RequestNotice(**ids, failed=failed))
+        session.mail.set()
+
+    def _release(self, job: _Job) -> None:
+        if self.held.get(job.key) is job:
+            del self.held[job.key]
+        if job.task is not None and job.task is not asyncio.current_task():
+            job.task.cancel()
+
+    # -- what requests do ----------------------------------------------------------------------------------------
+
+    async def _at(self, point: str, job: _Job, index: int = 0) -> None:
+        if self.hook is not None:
+            await self.hook(point, job.key, index)
+
+    async def _grant(self, job: _Job, _: worker_pb2.Reserve) -> None:
+        await self._at("reserve", job)
+        self._tickets += 1
+        job.ticket_id = self._tickets
+        ticket = kv_pb2.Ticket(
+            ticket_id=job.ticket_id,
+            generation=1,
+            worker_incarnation=self.incarnation,
+            num_tokens=job.tokens - 1,
+            lease_s=10.0,
+            codecs=["raw"],
+            endpoints=[kv_pb2.Endpoint(address=self.address, transport="grpc", head_count=1)],
+        )
+        reply = worker_pb2.ReserveReply(request_id=job.key.request_id, attempt=job.key.attempt, granted=ticket)
+        job.session.replies.append(worker_pb2.SessionEvent(reserve=reply))
+        job.session.mail.set()
+
+    async def _prefill(self, job: _Job, command: worker_pb2.Prefill) -> None:
+        index = len(job.request.delivered)
+        await self._at("prefill", job)
+        if self.step_s:
+            await asyncio.sleep(self.step_s)
+        done = worker_pb2.PrefillDone(queued_s=0.001, compute_s=0.002, chunks=1)
+        self._notice(job, prefill_done=done)
+        if self._token(job, index):
+            self._release(job)
+            return
+        await self._at("manifest", job)
+        problem = await self._push(job, command.ticket, self.script(job.request, index))
+        if problem:
+            failed = worker_pb2.RequestFailed(code=worker_pb2.FAILURE_CODE_TRANSFER, message=problem)
+            self._notice(job, failed=failed)
+        self._release(job)
+
+    async def _push(self, job: _Job, ticket: kv_pb2.Ticket, first_token: int) -> str:
+        """Commit the ticket at the decode worker; returns what went wrong."""
+        ref = kv_pb2.TicketRef(ticket_id=ticket.ticket_id, generation=ticket.generation)
+        manifest = kv_pb2.Manifest(
+            ticket=ref,
+            request_id=job.key.request_id,
+            attempt=job.key.attempt,
+            num_tokens=ticket.num_tokens,
+            first_token=first_token,
+        )
+        async with grpc.aio.insecure_channel(ticket.endpoints[0].address) as channel:
+            call = kv_pb2_grpc.KvStub(channel).Push(
+                iter([kv_pb2.PushMessage(hello=kv_pb2.PushHello()), kv_pb2.PushMessage(manifest=manifest)])
+            )
+            try:
+                async for reply in call:
+                    if reply.HasField("committed"):
+                        return ""
+                    if reply.HasField("refused"):
+                        return str(reply.refused.reason)
+            except grpc.aio.AioRpcError as error:
+                return str(error.details())
+        return "the stream ended"
+
+    async def Push(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        await context.read()
+        await context.write(kv_pb2.PushReply(welcome=kv_pb2.PushWelcome(protocol=PROTOCOL_VERSION)))
+        manifest = (await context.read()).manifest
+        job = self.held.get(RequestKey(manifest.request_id, manifest.attempt))
+        if job is None or job.phase != "ticket" or job.ticket_id != manifest.ticket.ticket_id:
+            refused = kv_pb2.TicketRefused(ticket=manifest.ticket, reason="unknown ticket")
+            await context.write(kv_pb2.PushReply(refused=refused))
+            return
+        await self._at("commit", job)
+        if self.held.get(job.key) is not job:
+            refused = kv_pb2.TicketRefused(ticket=manifest.ticket, reason="released")
+            await context.write(kv_pb2.PushReply(refused=refused))
+            return
+        job.phase = "sequence"
+        stats = kv_pb2.TransferStats(
+            blocks=self.geometry.blocks_for(manifest.num_tokens),
+            raw_bytes=manifest.num_tokens * self.geometry.bytes_per_token,
+            wire_bytes=100,
+            codec="raw",
+            transport="grpc",
+            seconds=0.001,
+            frames=1,
+        )
+        self._notice(job, kv_received=stats)
+        job.task = asyncio.create_task(self._decode(job))
+        await context.write(kv_pb2.PushReply(committed=kv_pb2.Committed(ticket=manifest.ticket)))
+
+    async def _generate(self, job: _Job, _: worker_pb2.Generate) -> None:
+        await self._decode(job)
+
+    async def _decode(self, job: _Job) -> None:
+        index = len(job.request.delivered)
+        while True:
+            while job.window <= 0:
+                job.credit.clear()
+                await job.credit.wait()
+            await self._at("token", job, index)
+            # Also lets the others run: no request may hog the loop.
+            await asyncio.sleep(self.step_s)
+            job.window -= 1
+            if self._token(job, index):
+                self._release(job)
+                return
+            index += 1
+
+    def _token(self, job: _Job, index: int) -> bool:
+        """Report the token at `index`; True if it is the last."""
+        sampling = job.request.sampling
+        token = self.script(job.request, index)
+        finish = worker_pb2.TOKEN_FINISH_UNSPECIFIED
+        if token in sampling.stop_token_ids and index >= sampling.min_tokens:
+            finish = worker_pb2.TOKEN_FINISH_STOP
+        elif index + 1 >= sampling.max_tokens:
+            finish = worker_pb2.TOKEN_FINISH_LENGTH
+        job.session.report.tokens.append(
+            worker_pb2.TokenEvent(
+                request_id=job.key.request_id,
+                attempt=job.key.attempt,
+                index=index,
+                token_id=token,
+                finish=finish,
+            )
+        )
+        job.session.mail.set()
+        return bool(finish)
+
+    def _notice(self, job: _Job, **notice: object) -> None:
+        job.session.report.notices.append(
+            worker_pb2.RequestNotice(request_id=job.key.request_id, attempt=job.key.attempt, **notice)
+        )
+        job.session.mail.set()

@@ -1,0 +1,53 @@
+"""A membership service whose list is set by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import grpc
+
+from protos import membership_pb2, membership_pb2_grpc
+
+
+class StaticMembership(membership_pb2_grpc.MembershipServicer):
+    """Serves `Membership.Watch`; `set` changes the list for all watchers."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._port = port
+        self._members: list[membership_pb2.Member] = []
+        self._version = 0
+        self._changed = asyncio.Event()
+        self.address = ""
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        membership_pb2_grpc.add_MembershipServicer_to_server(self, self._server)
+        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self.address = f"127.0.0.1:{self._port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Vanish, as a controller that dies."""
+        await self._server.stop(0)
+
+    def set(
+        self,
+        workers: Sequence[membership_pb2.WorkerDescription],
+        draining: Sequence[membership_pb2.WorkerDescription] = (),
+    ) -> None:
+        serving_state, draining_state = membership_pb2.WORKER_STATE_SERVING, membership_pb2.WORKER_STATE_DRAINING
+        self._members = [membership_pb2.Member(worker=worker, state=serving_state) for worker in workers]
+        self._members += [membership_pb2.Member(worker=worker, state=draining_state) for worker in draining]
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Watch(self, request: membership_pb2.WatchRequest, context: grpc.aio.ServicerContext) -> None:
+        while True:
+            changed = self._changed
+            await context.write(membership_pb2.MemberList(version=self._version, members=self._members))
+            try:
+                await asyncio.wait_for(changed.wait(), 1.0)
+            except TimeoutError:
+                pass

@@ -1,0 +1,207 @@
+"""The configuration tree: what it refuses and how it says so, and what it hands on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ClusterConfig, kv_bytes_per_token
+from cluster.config_file import load_config, to_yaml
+from pdcore.errors import ConfigError, ModelError
+from pdcore.types import Role
+
+CORES = [0, 1]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model folder's config.json; 2 * 3 layers * 2 heads * 16 * 2 bytes = 384 bytes per token in bf16."""
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    return tmp_path
+
+
+def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return load_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "words"),
+    [
+        ({"prefil.workers": 1}, "prefil", {"workers": 1}, "did you mean prefill?"),
+        ({"decode.scheduler.max_num_sequences": 3}, "decode.scheduler.max_num_sequences", 3, "mean max_num_seqs?"),
+        ({"dtype": "bfloat"}, "dtype", "bfloat", "'float32', 'bfloat16' or 'float16'; did you mean bfloat16?"),
+        ({"transfer.codec": "bexp_zstd"}, "transfer.codec", "bexp_zstd", "did you mean bexp-zstd?"),
+        ({"router.grpc_port": 99999}, "router.grpc_port", 99999, "less than or equal to 65535"),
+        ({"router.grpc_port": "50051"}, "router.grpc_port", "50051", "a valid integer"),
+        ({"router.max_queue": True}, "router.max_queue", True, "a valid integer"),
+        ({"prefill.threads": "many"}, "prefill.threads", "many", "'auto' or a valid integer"),
+        ({"prefill.threads": 0}, "prefill.threads", 0, "'auto' or greater than or equal to 1"),
+        ({"decode.cpu_affinity": "0,1"}, "decode.cpu_affinity", "0,1", "'auto' or a list of core numbers"),
+        ({"prefill.kv_memory": "lots"}, "prefill.kv_memory", "lots", "a size such as 512MiB"),
+        ({"heartbeat_s": float("nan")}, "heartbeat_s", None, "finite"),
+        ({"name": "a b"}, "name", "a b", "match pattern"),
+        ({"prefill": 3}, "prefill", 3, "a mapping of keys"),
+        # Values that are fine one by one and do not fit together.
+        ({"decode.workers": 0}, "decode.workers", 0, "at least 1 beside 1 prefill workers"),
+        ({"prefill.workers": 0}, "prefill.workers", 0, "or at least 1 aggregated worker"),
+        ({"decode.scheduler.max_num_seqs": 1000}, "decode.scheduler.max_num_seqs", 1000, "max_num_batched_tokens"),
+        ({"transfer.credit_bytes": "300KiB"}, "transfer.credit_bytes", 300 << 10, "at least twice message_bytes"),
+        ({"dead_after_s": 0.6}, "dead_after_s", 0.6, "at least twice heartbeat_s"),
+        ({"dtype": "float32", "transfer.codec": "bexp-zstd"}, "transfer.codec", "bexp-zstd", "auto, raw or zstd"),
+    ],
+)
+def test_refusal_names_key_value_and_what_is_allowed(
+    overrides: dict[str, object], key: str, value: object, words: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(None, overrides)
+    assert refusal.value.key == key
+    if value is not None:
+        assert refusal.value.value == value
+    assert words in refusal.value.allowed
+    assert key in str(refusal.value)
+
+
+def test_two_sizes_of_one_pool_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="either kv_memory or num_blocks") as refusal:
+        load_text(tmp_path, "prefill: {workers: 1, kv_memory: 1GiB, num_blocks: 4}")
+    assert refusal.value.key == "prefill"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prefill: {workers: 1}\nprefill: {workers: 2}\n", "prefill.*each key once"),
+        ("router:\n  max_queue: 1\n  max_queue: 2\n", "max_queue.*each key once"),
+        ("router: [\n", "valid YAML"),
+        ("- a\n- b\n", "mapping of keys at its top"),
+        ("1: 2\n", "a key that is a string"),
+    ],
+)
+def test_broken_file_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_text(tmp_path, text)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a readable UTF-8 file"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_text(tmp_path, "") == load_config(None)
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    config = load_text(tmp_path, "router: {grpc_port: 1, max_queue: 7}\n", router__grpc_port=2)
+    assert (config.router.grpc_port, config.router.max_queue) == (2, 7)
+
+
+def test_flag_cannot_reach_into_a_plain_value(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a mapping of keys, since router\.max_queue is set"):
+        load_text(tmp_path, "router: 3\n", router__max_queue=2)
+
+
+@pytest.mark.parametrize("explain", [False, True])
+def test_printed_configuration_reads_back_to_the_same(tmp_path: Path, explain: bool) -> None:
+    config = load_text(
+        tmp_path,
+        "served_name: 'yes: it is'\ndtype: float16\nprefill: {workers: 2, threads: 3, cpu_affinity: [0, 1]}\n"
+        "decode: {workers: 1, num_blocks: 17}\ntransfer: {frame_bytes: 12345, codec: raw}\n",
+    )
+    path = tmp_path / "printed.yaml"
+    path.write_text(to_yaml(config, explain=explain))
+    again = load_config(path)
+    assert again.model_dump() == config.model_dump()
+
+
+def test_every_key_is_explained() -> None:
+    lines = to_yaml(load_config(None), explain=True).splitlines()
+    keys = [index for index, line in enumerate(lines) if not line.lstrip().startswith("#")]
+    assert keys
+    assert all(lines[index - 1].lstrip().startswith("# ") for index in keys)
+
+
+def make_workers(config: ClusterConfig, model: Path, cores: list[int] | None = CORES) -> dict[str, object]:
+    workers = config.worker_configs(
+        model_path=model, served_name="m", controller="127.0.0.1:1", host="127.0.0.1", cores=cores
+    )
+    return {worker.worker_id: worker for worker in workers}
+
+
+def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
+    config = load_text(
+        tmp_path,
+        "dtype: float16\nmax_model_len: 99\nheartbeat_s: 0.25\ndead_after_s: 2\ndrain_timeout_s: 7\n"
+        "prefill: {workers: 2, block_size: 8, num_blocks: 5, threads: 3, cpu_affinity: [1]}\n"
+        "decode: {workers: 1, scheduler: {max_num_seqs: 9, max_num_batched_tokens: 100}}\n"
+        "aggregated: {workers: 1}\ntransfer: {codec: zstd, lease_s: 4, cpu_affinity: []}\n",
+    )
+    workers = config.worker_configs(
+        model_path=model, served_name="m", controller="127.0.0.1:1", host="10.0.0.1", cores=CORES
+    )
+    assert [worker.worker_id for worker in workers] == ["prefill-0", "prefill-1", "decode-0", "aggregated-0"]
+    assert [worker.role for worker in workers] == [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.AGGREGATED]
+    prefill, decode = workers[1], workers[2]
+    assert prefill.engine.model_path == str(model)
+    assert (prefill.engine.dtype, prefill.engine.max_model_len, prefill.engine.served_name) == ("float16", 99, "m")
+    assert (prefill.engine.block_size, prefill.engine.num_blocks) == (8, 5)
+    assert (prefill.engine.threads, prefill.engine.cpu_affinity) == (3, (1,))
+    assert (prefill.host, prefill.port, prefill.controller) == ("10.0.0.1", 0, "127.0.0.1:1")
+    assert (prefill.heartbeat_s, prefill.dead_after_s, prefill.drain_timeout_s) == (0.25, 2.0, 7.0)
+    assert (decode.engine.scheduler.max_num_seqs, decode.engine.scheduler.max_num_batched_tokens) == (9, 100)
+    assert (decode.transfer.codec, decode.transfer.lease_s, decode.transfer.cpu_affinity) == ("zstd", 4.0, ())
+    assert decode.faults == ()
+
+
+def test_router_gets_what_the_file_says(tmp_path: Path, model: Path) -> None:
+    config = load_text(
+        tmp_path,
+        "name: blue\nserved_name: s\nheartbeat_s: 0.25\nrouter: {host: 0.0.0.0, grpc_port: 0, max_queue: 3, "
+        "token_window: 5, max_replays: 0, client_stall_timeout_s: 9, max_message_bytes: 1MiB, "
+        "max_queued_prefill_tokens: 11, max_running_per_worker: 12}\n",
+    )
+    router = config.router_config(model_path=model, served_name="m", controller="127.0.0.1:1")
+    assert (router.router_id, router.served_name, router.model_path) == ("blue-router", "s", str(model))
+    assert (router.host, router.grpc_port, router.controller) == ("0.0.0.0", 0, "127.0.0.1:1")
+    assert (router.max_queue, router.token_window, router.max_replays) == (3, 5, 0)
+    assert (router.client_stall_timeout_s, router.max_message_bytes) == (9.0, 1 << 20)
+    assert (router.max_queued_prefill_tokens, router.max_running_per_worker) == (11, 12)
+    assert router.heartbeat_s == 0.25
+
+
+def test_kv_memory_becomes_whole_blocks(tmp_path: Path, model: Path) -> None:
+    config = load_text(tmp_path, "prefill: {workers: 1, kv_memory: 100KiB}\ndecode: {workers: 1, kv_memory: 6144}\n")
+    workers = make_workers(config, model)
+    assert workers["prefill-0"].engine.num_blocks == (100 << 10) // (16 * 384)
+    assert workers["decode-0"].engine.num_blocks == 1
+    too_small = load_text(tmp_path, "prefill: {workers: 1, kv_memory: 6143}\n")
+    with pytest.raises(ConfigError, match="at least one block: 6144 bytes") as refusal:
+        make_workers(too_small, model)
+    assert refusal.value.key == "prefill.kv_memory"
+
+
+def test_head_dim_of_the_model_wins_over_the_quotient(model: Path) -> None:
+    shape = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**shape, "head_dim": 32}))
+    assert kv_bytes_per_token(model, "float32") == 2 * 3 * 2 * 32 * 4
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"hidden_size": 64}'])
+def test_model_without_a_shape_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match="does not give the model's shape"):
+        kv_bytes_per_token(tmp_path, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codec"), [("float32", "raw"), ("bfloat16", "bexp-zstd"), ("float16", "bexp-zstd")]
+)
+def test_codec_follows_the_dtype(model: Path, dtype: str, codec: str) -> None:
+    workers = make_workers(load_config(None, {"dtype": dtype}), model)
+    assert {worker.transfer.codec for worker in workers.values()} == {codec}

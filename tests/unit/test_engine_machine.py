@@ -1,0 +1,286 @@
+"""The engine under every order of calls, against an oracle that knows tokens only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.engine import SequenceKind, StepPlan
+from engine.step import StepOutput
+from pdcore.types import FinishReason, RequestKey, RequestSpec
+from tests.support.engine_kit import make_engine, prefill_and_transfer, request
+from tests.support.fake_runner import FakeRunner, oracle
+
+VOCAB = 32  # small, so that stop tokens come up
+
+
+@dataclass
+class Expected:
+    """A request that the engine holds, as the test sees it."""
+
+    spec: RequestSpec
+    kind: SequenceKind
+    tokens: list[int]  # all that may still be reported, delivered ones excluded
+    reason: FinishReason | None
+    got: list[int] = field(default_factory=list)
+    credit: int = 0
+    committed: bool = False
+
+    @property
+    def echo_pending(self) -> bool:
+        """Whether the engine has its first token from a commit and has not reported it."""
+        return self.committed and not self.got
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Steps are split into schedule, execute and apply, with all other calls in between.
+
+    Pools hold a few requests at most, so that memory is short most of the time.
+    """
+
+    @initialize(
+        blocks=st.integers(4, 12),
+        block_size=st.sampled_from([2, 4, 8]),
+        source_block_size=st.sampled_from([3, 4, 8]),
+        max_num_seqs=st.integers(1, 5),
+        more_budget=st.integers(0, 12),
+        chunk=st.integers(1, 12),
+        fraction=st.sampled_from([0.5, 1.0]),
+    )
+    def build(
+        self, blocks: int, block_size: int, source_block_size: int, max_num_seqs: int, more_budget: int, chunk: int,
+        fraction: float,
+    ) -> None:  # fmt: skip
+        self.runner = FakeRunner(
+            num_blocks=blocks, block_size=block_size, vocab_size=VOCAB, max_num_seqs=max_num_seqs
+        )
+        self.budget, self.max_num_seqs, self.chunk = max_num_seqs + more_budget, max_num_seqs, chunk
+        self.revoked: list[str] = []
+        self.engine = make_engine(
+            self.runner,
+            budget=self.budget,
+            max_num_seqs=max_num_seqs,
+            chunk=chunk,
+            max_model_len=64,
+            max_reserved_fraction=fraction,
+            on_pressure=self.revoked.append,
+        )
+        self.source_runner = FakeRunner(num_blocks=64, block_size=source_block_size, vocab_size=VOCAB)
+        self.source = make_engine(self.source_runner, budget=9, max_num_seqs=9, chunk=7)
+        self.live: dict[RequestKey, Expected] = {}
+        self.prefills: set[RequestKey] = set()  # all that ever were
+        self.sends: set[RequestKey] = set()  # PREFILL keys whose send has not been released
+        self.tickets: dict[str, tuple[RequestSpec, list[int]]] = {}
+        self.plan: StepPlan | None = None
+        self.output: StepOutput | None = None
+        self.count = 0
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _spec(self, data: st.DataObject) -> RequestSpec:
+        self.count += 1
+        pool = self.runner.geometry.num_blocks * self.runner.geometry.block_size
+        prompt = data.draw(st.integers(1, min(24, pool - 2)), label="prompt")
+        max_tokens = data.draw(st.integers(1, min(14, pool - prompt)), label="max_tokens")
+        delivered = [1] * data.draw(st.integers(0, min(3, max_tokens - 1)), label="delivered")
+        return request(
+            f"r{self.count}",
+            prompt,
+            max_tokens,
+            delivered=delivered,
+            window=data.draw(st.integers(1, 6), label="window"),
+            temperature=data.draw(st.sampled_from([0.0, 1.0]), label="temperature"),
+            seed=self.count,
+            stop=data.draw(st.sampled_from([(), (5, 6, 7)]), label="stop"),
+            min_tokens=data.draw(st.integers(0, 4), label="min_tokens"),
+            vocab_size=VOCAB,
+        )
+
+    def _expect(self, spec: RequestSpec, kind: SequenceKind, committed: bool = False) -> None:
+        limit = 1 if kind is SequenceKind.PREFILL else None
+        tokens, reason = oracle(self.runner, spec, limit)
+        self.live[spec.key] = Expected(spec, kind, tokens, reason, credit=spec.token_window, committed=committed)
+        if kind is SequenceKind.PREFILL:
+            self.prefills.add(spec.key)
+            self.sends.add(spec.key)
+
+    @precondition(lambda self: len(self.live) < 7)
+    @rule(data=st.data(), kind=st.sampled_from([SequenceKind.GENERATE] * 3 + [SequenceKind.PREFILL]))
+    def add(self, data: st.DataObject, kind: SequenceKind) -> None:
+        spec = self._spec(data)
+        self.engine.add(spec, kind)
+        self._expect(spec, kind)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.live)))
+        assert self.engine.abort(key)
+        assert not self.engine.abort(key)
+        del self.live[key]
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.integers(1, 6))
+    def credit(self, data: st.DataObject, tokens: int) -> None:
+        self._credit(data.draw(st.sampled_from(sorted(self.live))), tokens)
+
+    def _credit(self, key: RequestKey, tokens: int) -> None:
+        """Return credit as a router does: for tokens that were reported, and once."""
+        expected = self.live[key]
+        tokens = min(tokens, expected.spec.token_window - expected.credit)
+        expected.credit += tokens
+        self.engine.add_credit(key, tokens)
+
+    @precondition(lambda self: self.sends)
+    @rule(data=st.data())
+    def release_send(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.sends)))
+        self.engine.release_send(key)
+        self.engine.release_send(key)
+        self.sends.remove(key)
+
+    # -- tickets -----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.tickets) < 3)
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        spec = self._spec(data)
+        owner, known = spec.key.request_id, len(spec.known_tokens)
+        before = self.engine.load().free_blocks
+        blocks = self.engine.reserve_ticket(owner, known)
+        if blocks is None:
+            assert self.engine.load().free_blocks == before
+            return
+        assert len(blocks) == self.runner.geometry.blocks_for(known + 1)
+        self.tickets[owner] = (spec, blocks)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.tickets)))
+        spec, blocks = self.tickets.pop(owner)
+        first = prefill_and_transfer(self.source, self.source_runner, self.runner, spec, blocks)
+        self.engine.commit_ticket(owner, spec, first)
+        self._expect(spec, SequenceKind.GENERATE, committed=True)
+
+    @precondition(lambda self: self.tickets)
+    @rule(data=st.data())
+    def release_ticket(self, data: st.DataObject) -> None:
+        self._release_ticket(data.draw(st.sampled_from(sorted(self.tickets))))
+
+    @precondition(lambda self: self.revoked)
+    @rule()
+    def give_in_to_pressure(self) -> None:
+        self._release_ticket(self.revoked.pop(0))
+
+    def _release_ticket(self, owner: str) -> None:
+        self.tickets.pop(owner, None)
+        self.engine.release_ticket(owner)
+        self.engine.release_ticket(owner)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        self.plan = self.engine.schedule()
+        if self.plan is None:
+            return
+        chunks = self.plan.chunks
+        counts = [chunk.token_end - chunk.token_start for chunk in chunks]
+        assert sum(counts) <= self.budget
+        assert len({chunk.key for chunk in chunks}) == len(chunks) <= self.max_num_seqs
+        assert all(count <= self.chunk for count in counts)
+        for chunk in chunks:
+            expected = self.live[chunk.key]
+            assert expected.credit > expected.echo_pending, "a sequence ran without credit"
+            known = len(expected.spec.known_tokens)
+            assert chunk.token_end <= known + len(expected.got) + expected.echo_pending
+            assert chunk.is_prompt == (chunk.token_start < known)
+            assert list(chunk.block_ids) == self.engine.block_table(chunk.key)
+
+    @precondition(lambda self: self.plan is not None and self.output is None)
+    @rule()
+    def execute(self) -> None:
+        assert self.plan is not None
+        self.output = self.engine.execute(self.plan)
+
+    @precondition(lambda self: self.output is not None)
+    @rule()
+    def apply(self) -> None:
+        assert self.plan is not None
+        assert self.output is not None
+        result = self.engine.apply(self.plan, self.output)
+        self.plan = self.output = None
+        assert not result.rejected
+        for token in result.tokens:
+            expected = self.live[token.key]  # an aborted request must not report
+            assert token.index == len(expected.spec.delivered) + len(expected.got)
+            expected.got.append(token.token_id)
+            expected.credit -= 1
+            assert expected.credit >= 0, "more was reported than the window allows"
+            assert expected.got == expected.tokens[: len(expected.got)]
+            if len(expected.got) == len(expected.tokens):
+                assert token.finish is expected.reason
+                del self.live[token.key]
+            else:
+                assert token.finish is None
+        prefills = [token.key for token in result.tokens if token.key in self.prefills]
+        assert [stats.key for stats in result.prefilled] == prefills
+
+    @invariant()
+    def integrity(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.check_integrity()
+        load = self.engine.load()
+        owned = sum(len(blocks) for _, blocks in self.tickets.values())
+        assert load.reserved_blocks == owned
+        over = sum(e.echo_pending and len(e.tokens) == 1 for e in self.live.values())  # only its news is left
+        assert load.waiting + load.running + load.paused == len(self.live) - over
+
+    def teardown(self) -> None:
+        """With credit flowing and tickets and sends released, everything ends in bounded time and nothing is left."""
+        if not hasattr(self, "engine"):
+            return
+        if self.plan is not None:
+            if self.output is None:
+                self.execute()
+            self.apply()
+        bound = 20 + len(self.live) * sum(
+            len(e.spec.known_tokens) + e.spec.params.max_tokens + 2 for e in self.live.values()
+        )
+        for _ in range(bound):
+            self.revoked.clear()
+            for owner in list(self.tickets):
+                self._release_ticket(owner)
+            for key in self.live:
+                self._credit(key, 6)
+            for key in self.sends - self.live.keys():
+                self.engine.release_send(key)
+            if not self.engine.has_work():
+                break
+            self.schedule()
+            assert self.plan is not None, f"nothing can run: {self.engine.load()}"
+            self.execute()
+            self.apply()
+            self.engine.check_integrity()
+        assert not self.live, f"starved: {self.live}"
+        for key in self.sends:
+            self.engine.release_send(key)
+        load = self.engine.load()
+        assert load.free_blocks == load.total_blocks
+        assert (load.waiting, load.running, load.paused, load.open_tickets, load.open_sends) == (0, 0, 0, 0, 0)
+        self.engine.check_integrity()
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=120,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)

@@ -1,0 +1,96 @@
+"""What each import leaves in `sys.modules`: the boundaries that keep processes small and parts separate."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OURS = (
+    "simulator",
+    "cluster",
+    "prefill_worker",
+    "decode_worker",
+    "router",
+    "worker",
+    "engine",
+    "kv_transfer",
+    "protos",
+)
+WIRE = ("grpc", "google.protobuf")
+SERVING = ("ray", "pydantic", "typer")
+HEAVY = ("torch", "transformers", "triton")
+
+PDCORE = ("clock", "config", "config_json", "errors", "faults", "types")
+
+
+def others(*allowed: str) -> tuple[str, ...]:
+    return tuple(package for package in OURS if package not in allowed)
+
+
+CASES = [
+    *[(f"pdcore.{name}", (*OURS, *WIRE, *SERVING, *HEAVY, "numpy")) for name in PDCORE],
+    *[
+        (f"engine.{name}", (*others("engine"), *WIRE, *SERVING, *HEAVY))
+        for name in ("sequence", "blocks", "scheduler", "step")
+    ],
+    *[
+        (f"kv_transfer.{name}", (*others("kv_transfer"), *WIRE, *SERVING, *HEAVY))
+        for name in ("frames", "manifest", "session", "tickets")
+    ],
+    *[
+        (f"router.{name}", (*others("router"), *WIRE, *SERVING, *HEAVY))
+        for name in ("policy", "admission", "tracker")
+    ],
+    ("engine.engine", (*others("engine"), *WIRE, *SERVING)),
+    ("engine.loader", (*others("engine"), *WIRE, *SERVING)),
+    ("engine.model_store", (*others("engine"), *WIRE, *SERVING)),
+    ("kv_transfer.sender", (*others("kv_transfer", "protos"), *SERVING)),
+    ("kv_transfer.receiver", (*others("kv_transfer", "protos"), *SERVING)),
+    ("router.service", (*others("router", "protos"), *SERVING, "torch", "triton")),
+    ("worker.runtime", (*others("worker", "engine", "kv_transfer", "protos"), *SERVING)),
+    ("worker.hosted", (*others("worker"), *SERVING, *HEAVY)),
+    ("prefill_worker.worker", (*others("prefill_worker", "worker", "engine", "kv_transfer", "protos"), *SERVING)),
+    ("decode_worker.worker", (*others("decode_worker", "worker", "engine", "kv_transfer", "protos"), *SERVING)),
+    # The shells bring Ray, and torch only once an actor is made: the driver stays small.
+    ("prefill_worker.actor", (*others("prefill_worker", "worker"), *HEAVY)),
+    ("decode_worker.actor", (*others("decode_worker", "worker"), *HEAVY)),
+    ("cluster.cores", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
+    ("cluster.config", (*others("cluster"), *WIRE, "ray", "typer", *HEAVY)),
+    ("cluster.membership", (*others("cluster", "worker", "protos"), *SERVING, *HEAVY)),
+    ("cluster.controller", ("simulator", "engine", "kv_transfer", "torch", "triton")),
+    # `pdserve --help` and the client commands answer at once.
+    ("cluster.cli.main", (*others("cluster", "protos"), "ray", *HEAVY)),
+]
+
+
+@pytest.mark.parametrize(("module", "forbidden"), CASES, ids=[module for module, _ in CASES])
+def test_import_leaves_out(module: str, forbidden: tuple[str, ...]) -> None:
+    script = (
+        f"import sys, {module}; forbidden = {forbidden!r}; "
+        "print(*sorted({name for name in sys.modules for f in forbidden if (name + '.').startswith(f + '.')}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.split(), f"import {module} brings {done.stdout}"
+
+
+def test_package_files_are_empty() -> None:
+    packages = [path for path in ROOT.glob("*/__init__.py")] + [path for path in ROOT.glob("*/*/__init__.py")]
+    filled = [str(path.relative_to(ROOT)) for path in packages if path.stat().st_size]
+    assert not filled
+
+
+def test_ray_decorates_actor_files_only() -> None:
+    users = [
+        str(path.relative_to(ROOT))
+        for package in (*OURS, "pdcore")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "actor.py" and "@ray.remote" in path.read_text()
+    ]
+    assert not users

@@ -1,0 +1,132 @@
+"""The queue of waiting requests."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.admission import AdmissionQueue, PriorityClass, Queued, QueueEntry, Shed, Started
+
+STANDARD = PriorityClass.STANDARD
+
+
+def offer(queue: AdmissionQueue, *names: str, priority: PriorityClass = STANDARD) -> None:
+    for name in names:
+        assert isinstance(queue.offer(name, priority), Queued)
+
+
+def start(queue: AdmissionQueue, fits: set[str] | None = None, now: float = 0.0) -> str | None:
+    def route_for(entry: QueueEntry) -> str | None:
+        return "route" if fits is None or entry.request_id in fits else None
+
+    started = queue.start_next(now, route_for)
+    if started is None:
+        return None
+    assert isinstance(started, Started)
+    return started.entry.request_id
+
+
+def test_class_order_then_arrival_order() -> None:
+    queue = AdmissionQueue(10)
+    offer(queue, "b1", "b2", priority=PriorityClass.BATCH)
+    offer(queue, "s1", "s2")
+    offer(queue, "i1", priority=PriorityClass.INTERACTIVE)
+    assert [start(queue) for _ in range(6)] == ["i1", "s1", "s2", "b1", "b2", None]
+
+
+def test_full_means_shed_with_a_hint() -> None:
+    queue = AdmissionQueue(2)
+    offer(queue, "a", "b")
+    shed = queue.offer("c", PriorityClass.INTERACTIVE)
+    assert isinstance(shed, Shed)
+    assert 0.5 <= shed.retry_after_s <= 30
+    assert len(queue) == 2
+
+
+def test_the_hint_grows_with_the_time_between_starts() -> None:
+    fast, slow = AdmissionQueue(1000), AdmissionQueue(1000)
+    for queue, interval in ((fast, 0.01), (slow, 2.0)):
+        offer(queue, *(str(i) for i in range(200)))
+        for step in range(100):
+            start(queue, now=step * interval)
+    assert slow.retry_after_s() > 4 * fast.retry_after_s()
+
+
+def test_a_request_that_comes_back_keeps_its_place_and_is_never_shed() -> None:
+    queue = AdmissionQueue(2)
+    offer(queue, "a", "b")
+    started = queue.start_next(0.0, lambda entry: "route")
+    assert started is not None
+    offer(queue, "c")
+    queue.put_back(started.entry, not_before=0.0)
+    assert queue.waiting() == ["a", "b", "c"]
+
+
+def test_a_delay_is_waited_out() -> None:
+    queue = AdmissionQueue(10)
+    offer(queue, "a")
+    started = queue.start_next(0.0, lambda entry: "route")
+    assert started is not None
+    queue.put_back(started.entry, not_before=5.0)
+    assert queue.next_wake(1.0) == 5.0
+    assert start(queue, now=4.9) is None
+    assert start(queue, now=5.0) == "a"
+    assert queue.next_wake(5.0) is None
+
+
+def test_smaller_ones_pass_a_large_one_a_bounded_number_of_times() -> None:
+    queue = AdmissionQueue(1000, max_passes=5)
+    offer(queue, "large", *(f"s{i}" for i in range(20)))
+    small = {f"s{i}" for i in range(20)}
+    assert [start(queue, small) for _ in range(7)] == ["s0", "s1", "s2", "s3", "s4", None, None]
+    assert start(queue) == "large"
+    assert start(queue, small) == "s5"
+
+
+def test_looks_past_a_bounded_number() -> None:
+    queue = AdmissionQueue(1000, look_ahead=4)
+    offer(queue, *(f"large{i}" for i in range(4)), "small")
+    asked: list[str] = []
+
+    def route_for(entry: QueueEntry) -> str | None:
+        asked.append(entry.request_id)
+        return "route" if entry.request_id == "small" else None
+
+    assert queue.start_next(0.0, route_for) is None
+    assert asked == ["large0", "large1", "large2", "large3"]
+
+
+def test_remove() -> None:
+    queue = AdmissionQueue(10)
+    offer(queue, "a", "b")
+    assert queue.remove("a")
+    assert not queue.remove("a")
+    assert queue.waiting() == ["b"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(PriorityClass), st.integers(1, 10)), min_size=1, max_size=40),
+    st.lists(st.integers(1, 10), min_size=200, max_size=200),
+)
+def test_nobody_starves(requests: list[tuple[PriorityClass, int]], rooms: list[int]) -> None:
+    """Room varies; whenever there is room for everything, each request starts after a bounded number of others."""
+    queue = AdmissionQueue(100, max_passes=3, look_ahead=100)
+    sizes = {}
+    for index, (priority, size) in enumerate(requests):
+        sizes[str(index)] = size
+        offer(queue, str(index), priority=priority)
+    order = [str(i) for i, _ in sorted(enumerate(requests), key=lambda pair: (pair[1][0], pair[0]))]
+    started: list[str] = []
+    for room in rooms:
+
+        def route_for(entry: QueueEntry, room: int = room) -> bool | None:
+            return True if sizes[entry.request_id] <= room else None
+
+        result = queue.start_next(0.0, route_for)
+        if result is not None:
+            started.append(result.entry.request_id)
+    for position, name in enumerate(order):
+        if name in started:
+            behind = set(order[position + 1 :])
+            passed = sum(1 for other in started[: started.index(name)] if other in behind)
+            assert passed <= 3

@@ -1,0 +1,171 @@
+"""Choice of workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcore.types import Role, WorkerLoad
+from router.policy import InFlight, Mode, NoRoute, PolicyLimits, Route, RouteRequest, WorkerSnapshot, choose
+
+LIMITS = PolicyLimits(max_queued_prefill_tokens=1024)
+FREE = WorkerLoad(free_blocks=100, total_blocks=100)
+
+
+NOTHING = InFlight()
+
+
+def worker(
+    name: str, role: Role, load: WorkerLoad = FREE, mine: InFlight = NOTHING, decisions: int = 0
+) -> WorkerSnapshot:
+    return WorkerSnapshot(name, role, load, block_size=16, max_requests=8, mine=mine, decisions=decisions)
+
+
+def p(name: str = "p0", queued: int = 0, **mine: int) -> WorkerSnapshot:
+    return worker(name, Role.PREFILL, replace(FREE, queued_prefill_tokens=queued), InFlight(**mine))
+
+
+def d(name: str = "d0", running: int = 0, free: int = 100, **mine: int) -> WorkerSnapshot:
+    return worker(name, Role.DECODE, replace(FREE, running=running, free_blocks=free), InFlight(**mine))
+
+
+def a(name: str = "a0", running: int = 0) -> WorkerSnapshot:
+    return worker(name, Role.AGGREGATED, replace(FREE, running=running))
+
+
+def route(request: RouteRequest, *workers: WorkerSnapshot) -> Route:
+    chosen = choose(request, workers, LIMITS)
+    assert isinstance(chosen, Route), chosen
+    return chosen
+
+
+def no_route(request: RouteRequest, *workers: WorkerSnapshot) -> NoRoute:
+    chosen = choose(request, workers, LIMITS)
+    assert isinstance(chosen, NoRoute), chosen
+    return chosen
+
+
+SHORT = RouteRequest(prompt_tokens=100)
+
+
+def test_disaggregates_when_both_pools_serve() -> None:
+    assert route(SHORT, p(), d()) == Route(Mode.DISAGGREGATED, "d0", "p0", "prefill_pool_serves")
+    assert route(SHORT, p(), d(), a()).mode is Mode.DISAGGREGATED
+
+
+def test_local_without_a_prefill_pool() -> None:
+    assert route(SHORT, d()) == Route(Mode.LOCAL, "d0", None, "prefill_pool_empty")
+    assert route(SHORT, a(), d()) == Route(Mode.LOCAL, "a0", None, "aggregated_pool")
+    assert route(SHORT, a(), p()) == Route(Mode.LOCAL, "a0", None, "decode_pool_empty")
+
+
+def test_nothing_to_decode_with() -> None:
+    assert no_route(SHORT, p()).busy is False
+    assert no_route(SHORT).busy is False
+
+
+def test_least_loaded() -> None:
+    chosen = route(SHORT, p("p0", queued=500), p("p1", queued=100), d("d0", running=3), d("d1", running=2))
+    assert (chosen.prefill, chosen.decode) == ("p1", "d1")
+    assert route(SHORT, p(), d("d0", free=50), d("d1", free=60)).decode == "d1"
+
+
+def test_what_was_just_sent_counts_though_no_report_has_it() -> None:
+    chosen = route(
+        SHORT,
+        p("p0", new_prefill_tokens=200, prefill_tokens=200),
+        p("p1", queued=100),
+        d("d0", new_requests=3, requests=3),
+        d("d1", running=2),
+    )
+    assert (chosen.prefill, chosen.decode) == ("p1", "d1")
+
+
+def test_a_report_that_crossed_a_request_hides_nothing() -> None:
+    # The report came after the request was sent, but was made before it arrived: nothing is new, 900 tokens are mine.
+    assert no_route(RouteRequest(200), p(prefill_tokens=900, requests=1), d()).busy is True
+
+
+def test_equals_take_turns() -> None:
+    counts: Counter[str] = Counter()
+    for _ in range(30):
+        pool = [worker(f"d{i}", Role.DECODE, decisions=counts[f"d{i}"]) for i in range(3)]
+        counts[route(SHORT, p(), *pool).decode] += 1
+    assert set(counts.values()) == {10}
+
+
+def test_prefill_queue_is_bounded_but_an_idle_worker_takes_any_length() -> None:
+    assert no_route(RouteRequest(600), p(queued=500), d()).busy is True
+    assert route(RouteRequest(524), p(queued=500), d()).prefill == "p0"
+    assert route(RouteRequest(1500), p(), d()).prefill == "p0"
+
+
+def test_a_full_decode_pool() -> None:
+    assert no_route(SHORT, p(), d(running=8)).busy is True
+    assert no_route(SHORT, p(), d(running=1, free=6)).busy is True  # 101 tokens need 7 blocks
+    assert route(SHORT, p(), d(running=1, free=7)).decode == "d0"
+    assert no_route(SHORT, p(), d(running=1, free=9, new_blocks=3)).busy is True
+
+
+def test_an_aggregated_worker_takes_what_full_pools_cannot() -> None:
+    assert route(SHORT, p(), d(running=8), a()) == Route(Mode.LOCAL, "a0", None, "pools_full")
+
+
+def test_a_replay_with_delivered_tokens_is_local() -> None:
+    chosen = route(RouteRequest(100, resumes=True), p(), d())
+    assert chosen == Route(Mode.LOCAL, "d0", None, "replay")
+    assert route(RouteRequest(100, resumes=True), p(), d(), a(running=5)).decode == "d0"
+
+
+def test_local_only() -> None:
+    assert route(RouteRequest(100, local_only=True), p(), d()).mode is Mode.LOCAL
+
+
+def test_exclude_is_hard_and_avoid_is_soft() -> None:
+    assert no_route(RouteRequest(100, exclude=frozenset({"d0"})), p(), d()).busy is False
+    avoiding = RouteRequest(100, avoid=frozenset({"d0", "p0"}))
+    chosen = route(avoiding, p("p0"), p("p1", queued=900), d("d0"), d("d1", running=7))
+    assert (chosen.prefill, chosen.decode) == ("p1", "d1")
+    assert route(avoiding, p("p0"), d("d0")).decode == "d0"
+
+
+def test_a_prompt_larger_than_the_prefill_pools_cache_runs_locally() -> None:
+    small = worker("p0", Role.PREFILL, WorkerLoad(free_blocks=4, total_blocks=4))
+    assert route(RouteRequest(64), small, d()).reason == "prefill_pool_empty"
+    assert route(RouteRequest(63), small, d()).mode is Mode.DISAGGREGATED
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(Role),
+            st.integers(0, 10),
+            st.integers(0, 2000),
+            st.integers(0, 100),
+        ),
+        max_size=6,
+    ),
+    st.integers(1, 1500),
+    st.booleans(),
+)
+def test_a_route_always_fits(drawn: list[tuple[Role, int, int, int]], tokens: int, resumes: bool) -> None:
+    pool = {
+        f"w{i}": worker(f"w{i}", role, replace(FREE, running=running, queued_prefill_tokens=queued, free_blocks=free))
+        for i, (role, running, queued, free) in enumerate(drawn)
+    }
+    chosen = choose(RouteRequest(tokens, resumes=resumes), list(pool.values()), LIMITS)
+    if isinstance(chosen, NoRoute):
+        return
+    decode = pool[chosen.decode]
+    assert decode.role is not Role.PREFILL
+    assert decode.requests < decode.max_requests
+    assert decode.requests == 0 or decode.free_blocks * decode.block_size > tokens
+    starter = decode if chosen.prefill is None else pool[chosen.prefill]
+    assert starter.queued_prefill_tokens == 0 or starter.queued_prefill_tokens + tokens <= 1024
+    assert (chosen.prefill is None) == (chosen.mode is Mode.LOCAL)
+    if chosen.prefill is not None:
+        assert starter.role is Role.PREFILL
+        assert not resumes

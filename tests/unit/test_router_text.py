@@ -1,0 +1,263 @@
+"""Incremental text and stop strings, against decoding everything at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from pdcore.errors import InvalidRequest, ModelError
+from router.chat_template import ChatTemplate
+from router.text import StopMatcher, TextStream, WindowDetokenizer
+from router.tokenizer import GenerationDefaults, TextModel
+from tests.support.tiny_model import tiny_llama
+
+TEXTS = st.text(st.sampled_from("ab é日😀\n\u0301"), max_size=30)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.load(tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_like() -> Tokenizer:
+    """Characters as tokens, a mark for spaces, bytes for everything else: the other common kind of tokenizer."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+    for token in "▁ab":
+        vocab[token] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    """Pieces of words with a mark for spaces, and nothing for bytes."""
+    vocab = {"<unk>": 0} | {token: index for index, token in enumerate(["▁", "a", "b", "▁a", "ab", "▁ab"], start=1)}
+    merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+def run(stream: TextStream, token_ids: list[int]) -> list[str]:
+    return [stream.push(token_id) for token_id in token_ids] + [stream.finish()]
+
+
+@given(st.lists(st.integers(0, 511), max_size=60))
+@settings(deadline=None)
+def test_byte_level_text_equals_decoding_at_once(model: TextModel, token_ids: list[int]) -> None:
+    assert "".join(run(model.stream(), token_ids)) == model._decode(token_ids)
+
+
+@given(TEXTS)
+@settings(deadline=None)
+def test_no_piece_has_half_a_character(model: TextModel, text: str) -> None:
+    pieces = run(model.stream(), model._tokenizer.encode(text).ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.lists(st.integers(0, 511), max_size=120))
+@settings(deadline=None)
+def test_the_window_agrees_on_byte_level_tokens(model: TextModel, token_ids: list[int]) -> None:
+    """Valid text is exact; of invalid bytes the window may show another number of replacement characters."""
+    detokenizer = WindowDetokenizer(model._decode)
+    text = "".join(detokenizer.push(token_id) for token_id in token_ids) + detokenizer.flush()
+    assert text.replace("\ufffd", "") == model._decode(token_ids).replace("\ufffd", "")
+
+
+@given(st.lists(TEXTS, max_size=6).map("".join))
+@settings(deadline=None)
+def test_byte_fallback_text_equals_decoding_at_once(sentencepiece_like: Tokenizer, text: str) -> None:
+    model = TextModel(sentencepiece_like, None, (), GenerationDefaults())
+    token_ids = sentencepiece_like.encode(text).ids
+    pieces = run(model.stream(), token_ids)
+    assert "".join(pieces) == sentencepiece_like.decode(token_ids) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.text("ab ", max_size=60))
+@settings(deadline=None)
+def test_the_window_agrees_on_other_tokenizers(words: Tokenizer, text: str) -> None:
+    model = TextModel(words, None, (), GenerationDefaults())
+    assert isinstance(model.detokenizer(), WindowDetokenizer)
+    token_ids = words.encode(text).ids
+    assert "".join(run(model.stream(), token_ids)) == words.decode(token_ids)
+
+
+def test_the_window_stays_small_whatever_comes(model: TextModel) -> None:
+    """Cost per token is bounded, for text and for bytes that never become a character."""
+    for token_id in (model._tokenizer.token_to_id("a"), 200):
+        longest = 0
+
+        def decode(ids: list[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return model._decode(ids)
+
+        detokenizer = WindowDetokenizer(decode)
+        for _ in range(500):
+            detokenizer.push(token_id)
+        assert longest <= 2 * WindowDetokenizer.MAX_WINDOW + 1
+
+
+def test_special_tokens_have_no_text(model: TextModel) -> None:
+    a = model._tokenizer.token_to_id("a")
+    assert "".join(run(model.stream(), [256, a, 257, a])) == "aa"
+
+
+def naive_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Character by character: the first stop string to be complete, of several the longest."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.text("abc", max_size=40),
+    st.lists(st.integers(1, 5), max_size=40),
+)
+def test_stop_strings_equal_the_naive_search_however_the_text_is_cut(
+    stops: list[str], text: str, cuts: list[int]
+) -> None:
+    expected, stopped = naive_stop(text, stops)
+    matcher = StopMatcher(stops)
+    shown, rest, matched = "", text, False
+    while rest and not matched:
+        size = cuts.pop() if cuts else 1
+        piece, rest = rest[:size], rest[size:]
+        scan = matcher.feed(piece)
+        shown, matched = shown + scan.text, scan.matched
+        # Never shown and then taken back, and never held back without need.
+        assert expected.startswith(shown)
+        if not matched:
+            seen = text[: len(text) - len(rest)]
+            held = seen[len(shown) :]
+            assert held == "" or any(stop.startswith(held) for stop in stops)
+    assert matched == stopped
+    assert shown + ("" if matched else matcher.flush()) == expected
+
+
+def test_a_stop_string_over_several_tokens(model: TextModel) -> None:
+    stream = model.stream(["END"])
+    ids = model._tokenizer.encode("say EN EENDx").ids
+    pieces = []
+    for token_id in ids:
+        pieces.append(stream.push(token_id))
+        if stream.stopped:
+            break
+    assert "".join(pieces) == "say EN E"
+    assert pieces[4:7] == ["", "", "EN "]  # E and N wait until the space decides
+    assert stream.finish() == ""
+
+
+def test_what_was_held_back_is_shown_at_the_end(model: TextModel) -> None:
+    assert run(model.stream(["xyz"]), model._tokenizer.encode("axy").ids) == ["a", "", "", "xy"]
+
+
+def test_an_unfinished_character_is_shown_at_the_end(model: TextModel) -> None:
+    ids = model._tokenizer.encode("é").ids[:1]
+    assert run(model.stream(), ids) == ["", "\ufffd"]
+
+
+def test_a_stop_string_that_the_end_completes(model: TextModel) -> None:
+    stream = model.stream(["a\ufffd"])
+    ids = model._tokenizer.encode("baé").ids[:-1]
+    assert "".join(run(stream, ids)) == "b"
+    assert stream.stopped
+
+
+# -- models and templates -------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TRICKY = (
+    "{{ bos_token }}\n  {%- set ns = namespace(n=0) %}\n{%- for m in messages %}\n"
+    "  {%- if m.role == 'system' %}{% continue %}{% endif %}\n"
+    "  {%- set ns.n = ns.n + 1 %}\n"
+    "{{ m.content | trim | tojson }}{% generation %}{{ m['role'] | upper }}{% endgeneration %}\n"
+    "{%- endfor %}{{ ns.n }}"
+)
+
+
+@pytest.mark.parametrize("source", [CHATML, TRICKY])
+def test_templates_render_as_transformers_does(source: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tiny_llama(tmp_path)
+    (folder / "chat_template.jinja").write_text(source)
+    reference = AutoTokenizer.from_pretrained(folder)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": ' <b>"hi"</b> é\n'},
+        {"role": "assistant", "content": "yes"},
+    ]
+    expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(source, {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}).render(messages) == expected
+
+
+async def test_tokenizes_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tiny_llama(tmp_path)
+    reference = AutoTokenizer.from_pretrained(folder)
+    model = TextModel.load(folder)
+    messages = [{"role": "user", "content": "hé 日本"}]
+    assert await model.tokenize("hé <|eos|> 日本") == reference("hé <|eos|> 日本")["input_ids"]
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert await model.tokenize_chat(messages) == expected
+    assert model.end_token_ids == (257,)
+
+
+def test_a_template_that_refuses() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_cannot_reach_out() -> None:
+    template = ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
+    with pytest.raises(InvalidRequest):
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_does_not_compile() -> None:
+    with pytest.raises(ModelError, match="does not compile"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        TextModel.load(tmp_path)
+
+
+def test_generation_defaults(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [257, 5, 257], "temperature": 0.6, "top_p": 0.9, "top_k": -3, "max_new_tokens": 99}'
+    )
+    model = TextModel.load(folder)
+    assert model.end_token_ids == (257, 5)
+    assert (model.defaults.temperature, model.defaults.top_p, model.defaults.max_tokens) == (0.6, 0.9, 99)
+    assert model.defaults.top_k is None  # not usable
+    (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    model = TextModel.load(folder)
+    assert model.defaults.temperature == 0.0
+    assert model.end_token_ids == (257,)  # from config.json

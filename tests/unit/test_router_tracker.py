@@ -1,0 +1,561 @@
+"""The request tracker: by example, and as a state machine over every interleaving that hypothesis finds."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pdcore.errors import DeadlineExceeded, InvalidRequest, ReplaysExhausted
+from pdcore.types import FinishReason, KvTransferStats, SamplingParams
+from router.policy import Mode, Route
+from router.tracker import (
+    Effect,
+    Ended,
+    FailureKind,
+    PrefillComputed,
+    Release,
+    RequestState,
+    RequestTracker,
+    Requeue,
+    SendCredit,
+    SendGenerate,
+    SendPrefill,
+    SendReserve,
+)
+
+STATS = KvTransferStats(1, 100, 50, "raw", "grpc", 0.01)
+DISAGGREGATED = Route(Mode.DISAGGREGATED, "d0", "p0", "test")
+LOCAL = Route(Mode.LOCAL, "d0", None, "test")
+
+
+class Sink:
+    """Records tokens; says that a stop string is complete after `stop_at` of them."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.tokens: list[int] = []
+        self.hidden: list[bool] = []
+        self.stop_at = stop_at
+
+    def push(self, token_id: int, hidden: bool) -> bool:
+        self.tokens.append(token_id)
+        self.hidden.append(hidden)
+        return len(self.tokens) == self.stop_at
+
+
+def make(sink: Sink | None = None, *, max_tokens: int = 4, max_replays: int = 2, window: int = 8) -> RequestTracker:
+    return RequestTracker(
+        request_id="r",
+        prompt=(1, 2, 3),
+        params=SamplingParams(max_tokens=max_tokens),
+        token_window=window,
+        max_replays=max_replays,
+        sink=sink or Sink(),
+        now=10.0,
+    )
+
+
+def to_prefilling(tracker: RequestTracker) -> int:
+    tracker.dispatch(DISAGGREGATED, 11.0)
+    tracker.reserve_granted("d0", tracker.attempt)
+    return tracker.attempt
+
+
+def token(
+    tracker: RequestTracker,
+    worker: str,
+    index: int,
+    token_id: int,
+    finish: FinishReason | None = None,
+    now: float = 12,
+) -> Sequence[Effect]:
+    return tracker.token(worker, tracker.attempt, index, token_id, finish, sample=0, now=now)
+
+
+def aborts(effects: Sequence[Effect]) -> set[str]:
+    return {effect.worker_id for effect in effects if isinstance(effect, Release) and effect.abort}
+
+
+def outcome(effects: Sequence[Effect]) -> Ended:
+    (ended,) = [effect for effect in effects if isinstance(effect, Ended)]
+    return ended
+
+
+def test_normal_life() -> None:
+    sink = Sink()
+    tracker = make(sink)
+    (reserve,) = tracker.dispatch(DISAGGREGATED, 11.0)
+    assert isinstance(reserve, SendReserve)
+    assert reserve.worker_id == "d0"
+    (prefill,) = tracker.reserve_granted("d0", 1)
+    assert isinstance(prefill, SendPrefill)
+    assert prefill.worker_id == "p0"
+    assert prefill.spec.prompt == (1, 2, 3)
+    assert token(tracker, "p0", 0, 50, now=12.0) == [PrefillComputed("p0", tracker.key)]
+    assert tracker.state is RequestState.TRANSFERRING
+    (released,) = tracker.kv_received("d0", 1, STATS)
+    assert released == Release("p0", tracker.key, abort=False, reason="committed")
+    assert not token(tracker, "d0", 0, 50)  # the echo
+    token(tracker, "d0", 1, 51, now=13.0)
+    token(tracker, "d0", 2, 52, now=14.0)
+    effects = token(tracker, "d0", 3, 53, FinishReason.LENGTH, now=15.0)
+    assert not aborts(effects)
+    assert outcome(effects).outcome.finish is FinishReason.LENGTH
+    assert sink.tokens == [50, 51, 52, 53]
+    timeline = tracker.timeline
+    assert (timeline.arrived, timeline.chosen, timeline.first_token, timeline.second_token) == (
+        10.0,
+        11.0,
+        12.0,
+        13.0,
+    )
+    assert (timeline.last_token, timeline.ended) == (15.0, 15.0)
+    assert (timeline.mode, timeline.prefill_worker, timeline.decode_worker) == ("disaggregated", "p0", "d0")
+    assert timeline.kv is STATS
+
+
+def test_the_echo_may_come_before_the_prefill_workers_token() -> None:
+    sink = Sink()
+    tracker = make(sink)
+    to_prefilling(tracker)
+    effects = token(tracker, "d0", 0, 50)
+    assert effects == [Release("p0", tracker.key, abort=False, reason="committed")]
+    assert not token(tracker, "p0", 0, 50)
+    assert sink.tokens == [50]
+    assert not tracker.worker_lost("p0", "gone", 13.0)
+    assert tracker.state is RequestState.DECODING
+
+
+def test_a_request_that_ends_at_its_first_token_frees_the_ticket() -> None:
+    tracker = make(max_tokens=1)
+    to_prefilling(tracker)
+    effects = token(tracker, "p0", 0, 50, FinishReason.LENGTH)
+    assert aborts(effects) == {"d0"}
+    assert outcome(effects).outcome.finish is FinishReason.LENGTH
+    assert tracker.timeline.decode_worker == ""
+    assert Release("p0", tracker.key, abort=False, reason="length") in effects
+
+
+def test_a_stop_token_has_no_text() -> None:
+    sink = Sink()
+    tracker = make(sink)
+    tracker.dispatch(LOCAL, 11.0)
+    token(tracker, "d0", 0, 50)
+    effects = token(tracker, "d0", 1, 2, FinishReason.STOP)
+    assert outcome(effects).outcome.finish is FinishReason.STOP
+    assert sink.hidden == [False, True]
+
+
+def test_a_stop_string_aborts_the_worker_and_drops_what_follows() -> None:
+    sink = Sink(stop_at=2)
+    tracker = make(sink)
+    tracker.dispatch(LOCAL, 11.0)
+    token(tracker, "d0", 0, 50)
+    effects = token(tracker, "d0", 1, 51)
+    assert aborts(effects) == {"d0"}
+    assert outcome(effects).outcome.finish is FinishReason.STOP
+    assert not token(tracker, "d0", 2, 52)
+    assert tracker.delivered == [50, 51]
+
+
+def test_a_stop_string_in_the_first_token_aborts_both_workers() -> None:
+    tracker = make(Sink(stop_at=1))
+    to_prefilling(tracker)
+    assert aborts(token(tracker, "p0", 0, 50)) == {"p0", "d0"}
+
+
+def test_a_refusal_is_no_replay() -> None:
+    tracker = make(max_replays=0)
+    for attempt in range(1, 20):
+        tracker.dispatch(DISAGGREGATED, 11.0)
+        effects = tracker.reserve_refused("d0", attempt, FailureKind.BUSY, "full", 12.0)
+        assert not aborts(effects)
+        assert effects[-1] == Requeue(False, "d0", "full")
+        assert {effect.worker_id for effect in effects if isinstance(effect, Release)} == {"d0", "p0"}
+    assert tracker.timeline.replays == 0
+
+
+def test_an_invalid_request_is_not_retried() -> None:
+    tracker = make()
+    to_prefilling(tracker)
+    effects = tracker.failed("p0", 1, FailureKind.INVALID, "too long", 12.0)
+    assert aborts(effects) == {"d0"}
+    assert isinstance(outcome(effects).outcome.error, InvalidRequest)
+
+
+def test_replay_goes_on_from_the_delivered_tokens() -> None:
+    sink = Sink()
+    tracker = make(sink)
+    to_prefilling(tracker)
+    token(tracker, "p0", 0, 50)
+    token(tracker, "d0", 0, 50)
+    token(tracker, "d0", 1, 51)
+    effects = tracker.worker_lost("d0", "dead", 13.0)
+    assert effects[-1] == Requeue(True, "d0", "dead")
+    (generate,) = tracker.dispatch(Route(Mode.LOCAL, "d1", None, "replay"), 14.0)
+    assert isinstance(generate, SendGenerate)
+    assert generate.spec.delivered == (50, 51)
+    assert generate.spec.key.attempt == 2
+    assert not tracker.token("d0", 1, 2, 99, None, sample=0, now=15.0)  # late news of the dead attempt
+    token(tracker, "d1", 2, 52)
+    effects = token(tracker, "d1", 3, 53, FinishReason.LENGTH)
+    assert sink.tokens == [50, 51, 52, 53]
+    assert tracker.timeline.replays == 1
+    assert tracker.timeline.mode == "disaggregated"
+    assert tracker.timeline.decode_worker == "d1"
+
+
+def test_prefill_death_after_the_first_token_aborts_the_ticket() -> None:
+    tracker = make()
+    to_prefilling(tracker)
+    token(tracker, "p0", 0, 50)
+    effects = tracker.worker_lost("p0", "dead", 13.0)
+    assert aborts(effects) == {"d0"}
+    assert tracker.state is RequestState.QUEUED
+
+
+def test_prefill_death_while_only_planned_there_counts_nothing() -> None:
+    tracker = make(max_replays=0)
+    tracker.dispatch(DISAGGREGATED, 11.0)
+    effects = tracker.worker_lost("p0", "dead", 12.0)
+    assert aborts(effects) == {"d0"}
+    assert effects[-1] == Requeue(False, "p0", "dead")
+
+
+def test_replays_are_bounded() -> None:
+    tracker = make(max_replays=2)
+    for _ in range(2):
+        tracker.dispatch(LOCAL, 11.0)
+        assert isinstance(tracker.worker_lost("d0", "dead", 12.0)[-1], Requeue)
+    tracker.dispatch(LOCAL, 11.0)
+    effects = tracker.failed("d0", tracker.attempt, FailureKind.BROKEN, "bug", 12.0)
+    assert isinstance(outcome(effects).outcome.error, ReplaysExhausted)
+
+
+@pytest.mark.parametrize(
+    ("sample", "index", "token_id"), [(0, 2, 52), (0, 0, 99), (1, 1, 51)], ids=["gap", "different", "sample"]
+)
+def test_a_worker_that_reports_nonsense_is_given_up(sample: int, index: int, token_id: int) -> None:
+    sink = Sink()
+    tracker = make(sink)
+    tracker.dispatch(LOCAL, 11.0)
+    token(tracker, "d0", 0, 50)
+    effects = tracker.token("d0", 1, index, token_id, None, sample=sample, now=12.0)
+    assert aborts(effects) == {"d0"}
+    assert isinstance(effects[-1], Requeue)
+    assert sink.tokens == [50]
+
+
+def test_credit_returns_what_the_client_took_in_quarters_of_the_window() -> None:
+    tracker = make(window=8, max_tokens=100)
+    tracker.dispatch(LOCAL, 11.0)
+    for index in range(8):
+        token(tracker, "d0", index, index)
+    assert not tracker.took(1)
+    assert tracker.took(1) == [SendCredit("d0", tracker.key, 2)]
+    assert not tracker.took(1)
+    assert tracker.took(5) == [SendCredit("d0", tracker.key, 6)]
+
+
+def test_a_replays_window_is_not_credited_with_older_tokens() -> None:
+    tracker = make(window=4, max_tokens=100)
+    tracker.dispatch(LOCAL, 11.0)
+    for index in range(4):
+        token(tracker, "d0", index, index)
+    tracker.worker_lost("d0", "dead", 12.0)
+    tracker.dispatch(LOCAL, 13.0)
+    assert not tracker.took(4)
+    token(tracker, "d0", 4, 4)
+    assert tracker.took(1) == [SendCredit("d0", tracker.key, 1)]
+
+
+def test_the_echo_is_credited_too() -> None:
+    tracker = make(window=4, max_tokens=100)
+    to_prefilling(tracker)
+    token(tracker, "p0", 0, 50)
+    assert not tracker.took(1)  # nobody to credit yet
+    token(tracker, "d0", 0, 50)
+    token(tracker, "d0", 1, 51)
+    assert tracker.took(1) == [SendCredit("d0", tracker.key, 2)]
+
+
+def test_deadline_while_reserving() -> None:
+    tracker = make()
+    tracker.dispatch(DISAGGREGATED, 11.0)
+    effects = tracker.abandon(DeadlineExceeded("late"), 12.0)
+    assert aborts(effects) == {"d0"}
+    assert isinstance(outcome(effects).outcome.error, DeadlineExceeded)
+    assert not tracker.reserve_granted("d0", 1)
+
+
+def test_a_reused_id_continues_its_attempts() -> None:
+    tracker = RequestTracker(
+        request_id="r",
+        prompt=(1,),
+        params=SamplingParams(max_tokens=1),
+        token_window=8,
+        max_replays=1,
+        sink=Sink(),
+        now=0.0,
+        last_attempt=7,
+    )
+    tracker.dispatch(LOCAL, 1.0)
+    assert tracker.key.attempt == 8
+    assert not tracker.token("d0", 7, 0, 1, None, sample=0, now=2.0)
+
+
+# -- the state machine ----------------------------------------------------------------------------------------------
+
+WORKERS = ("p0", "p1", "d0", "d1")
+MAX_TOKENS = 6
+WINDOW = 4
+
+
+@dataclass
+class Worker:
+    """A worker's side of the protocol, one command and one event at a time.
+
+    `holds`: attempt -> (phase, tokens to report next, credit left).
+    """
+
+    name: str
+    inbox: deque = field(default_factory=deque)
+    outbox: deque = field(default_factory=deque)
+    holds: dict[int, list] = field(default_factory=dict)
+
+    def lose_session(self) -> None:
+        self.inbox.clear()
+        self.outbox.clear()
+        self.holds.clear()
+
+
+class TrackerMachine(RuleBasedStateMachine):
+    """A tracker between four workers whose commands and news travel in queues, a client, and a clock.
+
+    The oracle: token i of the request is always ``100 + i``, whoever computes it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers = {name: Worker(name) for name in WORKERS}
+        self.given: set[tuple[str, int]] = set()
+        self.released: Counter[tuple[str, int]] = Counter()
+        self.ended: list[Ended] = []
+        self.waiting = True
+        self.sink = Sink()
+        self.history: list[tuple] = []
+        self.now = 0.0
+        self.taken = 0
+        self.tracker = RequestTracker(
+            request_id="r",
+            prompt=(1, 2),
+            params=SamplingParams(max_tokens=MAX_TOKENS),
+            token_window=WINDOW,
+            max_replays=2,
+            sink=self.sink,
+            now=0.0,
+        )
+
+    def perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendReserve(worker, spec) | SendGenerate(worker, spec):
+                    assert spec.delivered == tuple(self.sink.tokens)
+                    self.given.add((worker, spec.key.attempt))
+                    self.workers[worker].inbox.append((type(effect).__name__, spec.key.attempt, len(spec.delivered)))
+                case SendPrefill(worker, spec):
+                    self.workers[worker].inbox.append(("SendPrefill", spec.key.attempt, len(spec.delivered)))
+                case SendCredit(worker, key, tokens):
+                    assert tokens > 0
+                    self.workers[worker].inbox.append(("Credit", key.attempt, tokens))
+                case Release(worker, key, abort, _):
+                    assert (worker, key.attempt) in self.given
+                    self.released[worker, key.attempt] += 1
+                    if abort:
+                        self.workers[worker].inbox.append(("Abort", key.attempt, 0))
+                case Requeue():
+                    assert not self.ended
+                    self.waiting = True
+                case Ended():
+                    self.ended.append(effect)
+
+    @precondition(lambda self: self.waiting and not self.ended)
+    @rule(prefill=st.sampled_from(["p0", "p1", None]), decode=st.sampled_from(["d0", "d1"]))
+    def dispatch(self, prefill: str | None, decode: str) -> None:
+        self.waiting = False
+        mode = Mode.LOCAL if prefill is None else Mode.DISAGGREGATED
+        if prefill is not None:
+            self.given.add((prefill, self.tracker.attempt + 1))
+        self.perform(self.tracker.dispatch(Route(mode, decode, prefill, "test"), self.now))
+
+    @rule(name=st.sampled_from(WORKERS), refuse=st.sampled_from([False, False, False, True]))
+    def worker_takes_a_command(self, name: str, refuse: bool) -> None:
+        worker = self.workers[name]
+        if not worker.inbox:
+            return
+        command, attempt, number = worker.inbox.popleft()
+        match command:
+            case "SendReserve" if refuse:
+                worker.outbox.append(("refused", attempt))
+            case "SendReserve":
+                worker.holds[attempt] = ["ticket", number, WINDOW]
+                worker.outbox.append(("granted", attempt))
+            case "SendPrefill" | "SendGenerate" if refuse:
+                worker.outbox.append(("failed", attempt, FailureKind.BUSY))
+            case "SendPrefill":
+                worker.holds[attempt] = ["prefill", number, 1]
+            case "SendGenerate":
+                worker.holds[attempt] = ["sequence", number, WINDOW]
+            case "Credit":
+                if attempt in worker.holds:
+                    worker.holds[attempt][2] += number
+                    assert worker.holds[attempt][2] <= WINDOW, "more credit than the window"
+            case "Abort":
+                worker.holds.pop(attempt, None)
+
+    @rule(name=st.sampled_from(WORKERS), data=st.data())
+    def worker_makes_a_token(self, name: str, data: st.DataObject) -> None:
+        worker = self.workers[name]
+        ready = [
+            a for a, (phase, _, credit) in worker.holds.items() if phase in ("prefill", "sequence") and credit > 0
+        ]
+        if not ready:
+            return
+        attempt = data.draw(st.sampled_from(ready))
+        job = worker.holds[attempt]
+        index = job[1]
+        last = index + 1 == MAX_TOKENS
+        worker.outbox.append(("token", attempt, index, 100 + index, FinishReason.LENGTH if last else None))
+        job[1] += 1
+        job[2] -= 1
+        if last:
+            del worker.holds[attempt]
+        elif job[0] == "prefill":
+            job[0] = "sending"
+
+    @rule(name=st.sampled_from(["p0", "p1"]), data=st.data())
+    def transfer_ends(self, name: str, data: st.DataObject) -> None:
+        """The manifest arrives at whichever decode worker has the ticket, or the transfer fails."""
+        worker = self.workers[name]
+        sending = [attempt for attempt, job in worker.holds.items() if job[0] == "sending"]
+        if not sending:
+            return
+        attempt = data.draw(st.sampled_from(sending))
+        first = worker.holds.pop(attempt)[1] - 1
+        for target in (self.workers["d0"], self.workers["d1"]):
+            job = target.holds.get(attempt)
+            if job is not None and job[0] == "ticket":
+                target.holds[attempt] = ["sequence", first, WINDOW]
+                target.outbox.append(("received", attempt))
+                return
+        worker.outbox.append(("failed", attempt, FailureKind.BROKEN))
+
+    @rule(name=st.sampled_from(WORKERS), data=st.data(), kind=st.sampled_from(FailureKind))
+    def worker_fails_a_request(self, name: str, data: st.DataObject, kind: FailureKind) -> None:
+        worker = self.workers[name]
+        if not worker.holds or kind is FailureKind.INVALID:
+            return
+        attempt = data.draw(st.sampled_from(sorted(worker.holds)))
+        del worker.holds[attempt]
+        worker.outbox.append(("failed", attempt, kind))
+
+    @rule(name=st.sampled_from(WORKERS))
+    def news_arrives(self, name: str) -> None:
+        worker = self.workers[name]
+        if worker.outbox:
+            event = worker.outbox.popleft()
+            self.history.append((name, event))
+            self.hear(name, event)
+
+    @precondition(lambda self: self.history)
+    @rule(data=st.data())
+    def an_old_token_comes_again(self, data: st.DataObject) -> None:
+        name, event = data.draw(st.sampled_from(self.history))
+        if event[0] == "token" and event[4] is None:
+            self.hear(name, event)
+
+    def hear(self, name: str, event: tuple) -> None:
+        self.now += 1.0
+        kind, attempt = event[0], event[1]
+        match kind:
+            case "granted":
+                self.perform(self.tracker.reserve_granted(name, attempt))
+            case "refused":
+                self.perform(self.tracker.reserve_refused(name, attempt, FailureKind.BUSY, "full", self.now))
+            case "received":
+                self.perform(self.tracker.kv_received(name, attempt, STATS))
+            case "failed":
+                self.perform(self.tracker.failed(name, attempt, event[2], "failed", self.now))
+            case "token":
+                _, _, index, token_id, finish = event
+                self.perform(self.tracker.token(name, attempt, index, token_id, finish, sample=0, now=self.now))
+
+    @rule(name=st.sampled_from(WORKERS))
+    def a_session_breaks(self, name: str) -> None:
+        self.workers[name].lose_session()
+        self.perform(self.tracker.worker_lost(name, "dead", self.now))
+
+    @rule(share=st.floats(0, 1))
+    def the_client_takes_tokens(self, share: float) -> None:
+        count = round(share * (len(self.sink.tokens) - self.taken))
+        self.taken += count
+        self.perform(self.tracker.took(count))
+
+    @rule(stop=st.integers(0, 60))
+    def a_stop_string_will_complete(self, stop: int) -> None:
+        if stop < 3 and self.sink.stop_at is None:
+            self.sink.stop_at = len(self.sink.tokens) + 1 + stop
+
+    @rule(how=st.sampled_from(["cancel", "deadline", None, None, None, None, None, None]))
+    def the_client_gives_up(self, how: str | None) -> None:
+        if how == "cancel":
+            self.perform(self.tracker.cancel(self.now))
+        elif how == "deadline":
+            self.perform(self.tracker.abandon(DeadlineExceeded("late"), self.now))
+
+    @invariant()
+    def tokens_come_in_order_and_once(self) -> None:
+        assert self.sink.tokens == [100 + i for i in range(len(self.sink.tokens))]
+        assert self.tracker.delivered == self.sink.tokens
+
+    @invariant()
+    def ends_at_most_once(self) -> None:
+        assert len(self.ended) <= 1
+        assert (self.tracker.state is RequestState.ENDED) == bool(self.ended)
+        if self.ended and self.ended[0].outcome.finish is FinishReason.LENGTH:
+            assert len(self.sink.tokens) == MAX_TOKENS
+
+    @invariant()
+    def releases_once_whoever_holds_nothing_any_more(self) -> None:
+        assert all(count == 1 for count in self.released.values())
+        current = {(worker, self.tracker.attempt) for worker in self.tracker.holders}
+        assert current == {pair for pair in self.given if self.released[pair] == 0}
+
+    @invariant()
+    def waits_or_runs_or_has_ended(self) -> None:
+        assert (self.tracker.state is RequestState.QUEUED) == (self.waiting and not self.ended)
+
+    def teardown(self) -> None:
+        """However far it came: after the end and once all commands have arrived, nobody holds anything."""
+        self.perform(self.tracker.cancel(self.now))
+        assert len(self.ended) == 1
+        for worker in self.workers.values():
+            while worker.inbox:
+                self.worker_takes_a_command(worker.name, False)
+        # A transfer that was under way ends by itself: its ticket is gone.
+        leftover = {
+            worker.name: {attempt: job for attempt, job in worker.holds.items()}
+            for worker in self.workers.values()
+            if worker.holds
+        }
+        # The prefill worker of a committed attempt is let go without an abort: it is done by then, in this model too.
+        assert not leftover, leftover
+
+
+TestTrackerMachine = TrackerMachine.TestCase
+TestTrackerMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -1,0 +1,154 @@
+"""Bad input: every field, with its limit; and the defaults."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from pdcore.errors import InvalidRequest, UnknownModel
+from protos import generation_pb2
+from router.admission import PriorityClass
+from router.client import Sampling, build_request
+from router.tokenizer import TextModel
+from router.validation import GenerationRequest, Limits, validate
+from tests.support.tiny_model import tiny_llama
+
+# The tokenizer knows one token, <|eos|>, that is past this vocabulary.
+LIMITS = Limits(context_tokens=64, vocab_size=257)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.load(tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def no_template(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    folder = tiny_llama(tmp_path_factory.mktemp("tiny"))
+    (folder / "chat_template.jinja").unlink()
+    return TextModel.load(folder)
+
+
+async def check(message: generation_pb2.GenerateRequest, model: TextModel) -> GenerationRequest:
+    return await validate(message, text_model=model, served_name="tiny", limits=LIMITS, in_flight={"running"})
+
+
+def ok(**sampling: Any) -> generation_pb2.GenerateRequest:
+    return build_request("hello", Sampling(**sampling))
+
+
+def raw(**fields: Any) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(**fields)
+
+
+BAD = {
+    "no input": (raw(), "input", "must be set"),
+    "empty prompt": (build_request(""), "prompt", "must not be empty"),
+    "empty token ids": (build_request([]), "token_ids.ids", "at least one token"),
+    "no messages": (raw(chat=generation_pb2.Chat()), "chat.messages", "at least one message"),
+    "role": (build_request([{"role": "tool", "content": "x"}]), "chat.messages[0].role", "system, user, assistant"),
+    "token id": (build_request([1, 257]), "token_ids.ids[1]", "below the vocabulary size 257, got 257"),
+    "text token": (build_request("x<|eos|>"), "prompt[1]", "below the vocabulary size 257, got 257"),
+    "prompt length": (build_request("x" * 64), "prompt", "has 64 tokens; .* context of 64 tokens"),
+    "token ids length": (build_request([1] * 64), "token_ids.ids", "has 64 tokens"),
+    "chat length": (build_request([{"role": "user", "content": "x" * 64}]), "chat", "context of 64 tokens"),
+    "hopeless length": (build_request("x" * 10**6), "prompt", "1000000 characters cannot fit"),
+    "hopeless chat": (build_request([{"role": "user", "content": "x" * 10**6}]), "chat", "cannot fit"),
+    "prompt and output": (ok(max_tokens=60), "sampling.max_tokens", r"prompt \(5 tokens\).*\(60\).*64"),
+    "max_tokens": (ok(max_tokens=0), "sampling.max_tokens", "at least 1"),
+    "min_tokens": (ok(max_tokens=5, min_tokens=6), "sampling.min_tokens", r"at most max_tokens \(5\), got 6"),
+    "temperature": (ok(temperature=2.5), "sampling.temperature", r"in \[0, 2\], got 2.5"),
+    "temperature < 0": (ok(temperature=-0.1), "sampling.temperature", r"in \[0, 2\]"),
+    "temperature nan": (ok(temperature=float("nan")), "sampling.temperature", "got nan"),
+    "temperature inf": (ok(temperature=float("inf")), "sampling.temperature", "got inf"),
+    "top_p 0": (ok(top_p=0.0), "sampling.top_p", r"in \(0, 1\]"),
+    "top_p": (ok(top_p=1.5), "sampling.top_p", "got 1.5"),
+    "top_p nan": (ok(top_p=float("nan")), "sampling.top_p", "got nan"),
+    "min_p": (ok(min_p=1.0), "sampling.min_p", r"in \[0, 1\)"),
+    "min_p nan": (ok(min_p=float("nan")), "sampling.min_p", "got nan"),
+    "top_k": (ok(top_k=2**31), "sampling.top_k", "at most 2147483647"),
+    "stops": (ok(stop=["x"] * 17), "sampling.stop", "at most 16 strings, got 17"),
+    "empty stop": (ok(stop=["a", ""]), "sampling.stop[1]", "1 to 256 characters, got 0"),
+    "long stop": (ok(stop=["x" * 257]), "sampling.stop[0]", "1 to 256 characters, got 257"),
+    "stop token": (ok(stop_token_ids=[3, 257]), "sampling.stop_token_ids[1]", "below the vocabulary size"),
+    "stop tokens": (ok(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "at most 64, got 65"),
+    "id length": (build_request("x", request_id="a" * 129), "request_id", "at most 128 characters, got 129"),
+    "id characters": (build_request("x", request_id="a b"), "request_id", "letters, digits"),
+    "id newline": (build_request("x", request_id="a\n"), "request_id", "letters, digits"),
+    "id in use": (build_request("x", request_id="running"), "request_id", "is running"),
+    "tenant": (build_request("x", tenant="t" * 129), "tenant", "at most 128 characters, got 129"),
+    "priority": (raw(prompt="x", priority=9), "priority", "got 9"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize(("message", "field", "problem"), BAD.values(), ids=BAD.keys())
+async def test_bad_input_names_field_and_limit(
+    model: TextModel, message: generation_pb2.GenerateRequest, field: str, problem: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await check(message, model)
+    assert caught.value.field == field
+    assert re.search(problem, caught.value.problem), caught.value.problem
+
+
+async def test_unknown_model(model: TextModel) -> None:
+    with pytest.raises(UnknownModel, match="'other' is not served here; served: tiny"):
+        await check(build_request("x", model="other"), model)
+
+
+async def test_chat_without_a_template(no_template: TextModel) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        await check(build_request([{"role": "user", "content": "x"}]), no_template)
+
+
+async def test_defaults(model: TextModel) -> None:
+    request = await check(build_request("hello"), model)
+    params = request.params
+    assert params.max_tokens == 59  # what is left of the context
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
+    assert (params.stop_token_ids, params.min_tokens) == ((257,), 0)
+    assert request.priority is PriorityClass.STANDARD
+    assert re.fullmatch("[0-9a-f]{16}", request.request_id)
+    other = await check(build_request("hello"), model)
+    assert other.params.seed != params.seed
+    assert other.request_id != request.request_id
+
+
+async def test_what_the_client_says_counts(model: TextModel) -> None:
+    sampling = Sampling(
+        max_tokens=59, temperature=0, top_k=5, top_p=0.5, min_p=0.25, seed=2**64 - 1, stop=["x"],
+        stop_token_ids=[7, 7], ignore_eos=True, min_tokens=2,
+    )  # fmt: skip
+    request = await check(
+        build_request("hello", sampling, model="tiny", request_id="a.B-1:_", tenant="t", priority="batch"), model
+    )
+    params = request.params
+    assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (59, 0.0, 5, 0.5)
+    assert (params.min_p, params.seed, params.min_tokens) == (0.25, 2**64 - 1, 2)
+    assert params.stop_token_ids == (7,)
+    assert (request.request_id, request.tenant, request.stops) == ("a.B-1:_", "t", ("x",))
+    assert request.priority is PriorityClass.BATCH
+
+
+async def test_a_seed_of_zero_is_a_seed(model: TextModel) -> None:
+    assert (await check(ok(seed=0), model)).params.seed == 0
+
+
+async def test_generation_config_defaults(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tiny_llama(tmp_path_factory.mktemp("tiny"))
+    (folder / "generation_config.json").write_text(
+        '{"eos_token_id": [257, 9], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 10}'
+    )
+    model = TextModel.load(folder)
+    params = (await check(build_request("hello"), model)).params
+    assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.9, 20, 10)
+    assert params.stop_token_ids == (257, 9)
+    params = (await check(ok(temperature=0, top_k=0), model)).params
+    assert (params.temperature, params.top_k) == (0.0, 0)
+
+
+async def test_chat_is_rendered(model: TextModel) -> None:
+    request = await check(build_request([{"role": "user", "content": "hi"}]), model)
+    assert request.prompt == tuple(await model.tokenize("<user>hi\n<assistant>"))

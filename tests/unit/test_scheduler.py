@@ -1,0 +1,352 @@
+"""Each rule of the scheduler, on snapshots made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduler import (
+    MAX_PASSED_OVER,
+    OLDEST_SHARE,
+    PassedOver,
+    ScheduledChunk,
+    SchedulerSnapshot,
+    SequenceView,
+    TicketView,
+    schedule,
+    split_prefill_budget,
+    ticket_refusal,
+)
+from pdcore.config import SchedulerConfig
+from pdcore.types import RequestKey
+
+BLOCK = 16
+
+
+def key(name: str) -> RequestKey:
+    return RequestKey(name, 0)
+
+
+def decode(name: str, known: int, *, blocks: int | None = None, **more: object) -> SequenceView:
+    """A sequence that lacks one token; by default its blocks hold `known` tokens."""
+    held = -(-known // BLOCK) if blocks is None else blocks
+    view = SequenceView(key(name), known, known - 1, held, held, 100, True, True, 0, 0)
+    return view._replace(**more)
+
+
+def prompt(name: str, known: int, *, computed: int = 0, admitted: bool = False, **more: object) -> SequenceView:
+    """A prompt that waits, or that has blocks already."""
+    needed = -(-(known + 1) // BLOCK)
+    view = SequenceView(key(name), known, computed, needed if admitted else 0, needed, 100, True, True, 0, 0)
+    return view._replace(**more)
+
+
+def snapshot(*views: SequenceView, free: int = 100, tickets: tuple[TicketView, ...] = ()) -> SchedulerSnapshot:
+    return SchedulerSnapshot(views, tickets, free, BLOCK)
+
+
+CONFIG = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, prefill_chunk_tokens=48)
+
+
+def test_nothing_to_do() -> None:
+    assert schedule(snapshot(), CONFIG).chunks == ()
+
+
+def test_decodes_come_first_and_prefills_take_what_they_leave() -> None:
+    decision = schedule(snapshot(prompt("p", 500), decode("a", 20), decode("b", 30)), CONFIG)
+    assert decision.chunks == (
+        ScheduledChunk(key("a"), 19, 1, 0),
+        ScheduledChunk(key("b"), 29, 1, 0),
+        ScheduledChunk(key("p"), 0, 48, 32),
+    )
+    assert decision.admitted == (key("p"),)
+
+
+def test_decodes_never_wait_for_prefills_even_when_the_budget_is_tiny() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=3, max_num_seqs=3, prefill_chunk_tokens=48)
+    decision = schedule(snapshot(prompt("p", 500, admitted=True), decode("a", 20), decode("b", 30)), config)
+    assert decision.chunks == (
+        ScheduledChunk(key("a"), 19, 1, 0),
+        ScheduledChunk(key("b"), 29, 1, 0),
+        ScheduledChunk(key("p"), 0, 1, 0),
+    )
+
+
+def test_one_token_chunks_come_first_also_if_they_are_the_rest_of_a_prompt() -> None:
+    decision = schedule(
+        snapshot(prompt("long", 40, admitted=True), prompt("rest", 30, computed=29, admitted=True)), CONFIG
+    )
+    assert [(chunk.key, chunk.num_tokens) for chunk in decision.chunks] == [(key("rest"), 1), (key("long"), 40)]
+
+
+def test_a_chunk_may_end_inside_a_block() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=17, max_num_seqs=1, prefill_chunk_tokens=17)
+    first = schedule(snapshot(prompt("p", 20)), config).chunks
+    assert first == (ScheduledChunk(key("p"), 0, 17, 2),)
+    second = schedule(snapshot(prompt("p", 20, computed=17, admitted=True)), config).chunks
+    assert second == (ScheduledChunk(key("p"), 17, 3, 0),)
+
+
+def test_max_num_seqs_bounds_admission() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, prefill_chunk_tokens=48)
+    decision = schedule(snapshot(decode("a", 20), prompt("p", 4), prompt("q", 4)), config)
+    assert decision.admitted == (key("p"),)
+
+
+def test_who_waited_longest_goes_first_when_more_can_run_than_may() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, prefill_chunk_tokens=48)
+    views = [decode("a", 20, last_step=9), decode("b", 20, last_step=8), prompt("p", 90, admitted=True, last_step=7)]
+    decision = schedule(snapshot(*views), config)
+    assert [chunk.key for chunk in decision.chunks] == [key("b"), key("p")]
+
+
+def test_without_credit_nothing_runs_or_is_admitted() -> None:
+    decision = schedule(snapshot(decode("a", 20, has_credit=False), prompt("p", 20, has_credit=False)), CONFIG)
+    assert decision.chunks == ()
+
+
+class TestGrowth:
+    def test_a_decode_takes_a_block_when_its_last_one_is_full(self) -> None:
+        decision = schedule(snapshot(decode("a", 17, blocks=1), free=1), CONFIG)
+        assert decision.chunks == (ScheduledChunk(key("a"), 16, 1, 1),)
+
+    def test_tickets_are_revoked_youngest_first_before_anyone_is_preempted(self) -> None:
+        tickets = (TicketView("old", 3, False), TicketView("young", 1, False))
+        views = [decode("a", 17, blocks=1), decode("b", 33, blocks=2), decode("c", 20)]
+        decision = schedule(snapshot(*views, free=0, tickets=tickets), CONFIG)
+        assert decision.revoke == ("young", "old")
+        assert decision.preempt == ()
+        assert decision.sitting_out == (key("a"), key("b"))
+        assert [chunk.key for chunk in decision.chunks] == [key("c")]
+
+    def test_no_more_tickets_are_revoked_than_are_wanted(self) -> None:
+        tickets = (TicketView("old", 3, False), TicketView("young", 2, False))
+        views = [decode("a", 17, blocks=1), decode("b", 33, blocks=2)]
+        assert schedule(snapshot(*views, free=0, tickets=tickets), CONFIG).revoke == ("young",)
+
+    def test_blocks_that_are_on_their_way_back_are_waited_for(self) -> None:
+        tickets = (TicketView("old", 3, False), TicketView("young", 2, True))
+        decision = schedule(snapshot(decode("a", 17, blocks=1), free=0, tickets=tickets), CONFIG)
+        assert decision.revoke == ()
+        assert decision.preempt == ()
+        assert decision.sitting_out == (key("a"),)
+
+    def test_the_youngest_is_preempted_and_the_oldest_served(self) -> None:
+        views = [decode("a", 17, blocks=1), decode("b", 20), decode("c", 20)]
+        decision = schedule(snapshot(*views, free=0), CONFIG)
+        assert decision.preempt == (key("c"),)
+        assert decision.chunks == (ScheduledChunk(key("a"), 16, 1, 1), ScheduledChunk(key("b"), 19, 1, 0))
+
+    def test_a_block_given_to_a_younger_one_is_taken_back(self) -> None:
+        # Turns are by waiting time: the younger one is first and takes the last block.
+        config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, prefill_chunk_tokens=48)
+        views = [
+            decode("a", 17, blocks=1, last_step=5),
+            decode("b", 20, last_step=6),
+            decode("c", 17, blocks=1, last_step=4),
+        ]
+        decision = schedule(snapshot(*views, free=1), config)
+        assert decision.preempt == (key("c"),)
+        assert decision.chunks == (ScheduledChunk(key("a"), 16, 1, 1), ScheduledChunk(key("b"), 19, 1, 0))
+
+    def test_the_youngest_itself_sits_out_while_older_ones_run(self) -> None:
+        decision = schedule(snapshot(decode("a", 20), decode("b", 17, blocks=1), free=0), CONFIG)
+        assert decision.preempt == ()
+        assert decision.sitting_out == (key("b"),)
+        assert [chunk.key for chunk in decision.chunks] == [key("a")]
+
+    def test_who_sits_out_does_not_take_the_place_of_one_who_can_run(self) -> None:
+        config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=1, prefill_chunk_tokens=48)
+        views = [decode("a", 20, last_step=9), decode("b", 17, blocks=1, last_step=3)]
+        decision = schedule(snapshot(*views, free=0), config)
+        assert [chunk.key for chunk in decision.chunks] == [key("a")]
+
+    def test_paused_ones_keep_their_blocks_while_others_can_give_way(self) -> None:
+        views = [decode("a", 17, blocks=1), decode("b", 20), decode("slow", 20, has_credit=False)]
+        assert schedule(snapshot(*views, free=0), CONFIG).preempt == (key("b"),)
+
+    def test_a_stalled_client_does_not_stop_the_only_one_that_can_run(self) -> None:
+        views = [decode("slow", 20, has_credit=False), decode("a", 17, blocks=1)]
+        decision = schedule(snapshot(*views, free=0), CONFIG)
+        assert decision.preempt == (key("slow"),)
+        assert [chunk.key for chunk in decision.chunks] == [key("a")]
+
+    def test_prefill_sequences_are_never_preempted(self) -> None:
+        views = [decode("a", 17, blocks=1), prompt("p", 40, admitted=True, preemptible=False)]
+        decision = schedule(snapshot(*views, free=0), CONFIG)
+        assert decision.preempt == ()
+        assert decision.sitting_out == (key("a"),)
+        assert [chunk.key for chunk in decision.chunks] == [key("p")]
+
+    def test_nothing_is_admitted_when_memory_is_short(self) -> None:
+        views = [decode("a", 17, blocks=1), decode("b", 60), prompt("p", 4)]
+        decision = schedule(snapshot(*views, free=0), CONFIG)
+        assert decision.preempt == (key("b"),)
+        assert decision.admitted == ()
+
+
+class TestAdmission:
+    def test_in_order_of_arrival(self) -> None:
+        decision = schedule(snapshot(prompt("p", 20), prompt("q", 20), free=2), CONFIG)
+        assert decision.admitted == (key("p"),)
+
+    def test_leaves_a_block_of_growth_to_each_running_sequence(self) -> None:
+        running = [decode("a", 20), decode("b", 20)]
+        assert schedule(snapshot(*running, prompt("p", 20), free=3), CONFIG).admitted == ()
+        assert schedule(snapshot(*running, prompt("p", 20), free=4), CONFIG).admitted == (key("p"),)
+
+    def test_who_cannot_grow_needs_no_room(self) -> None:
+        running = [decode("a", 20, max_blocks=2), prompt("s", 40, admitted=True, preemptible=False)]
+        assert schedule(snapshot(*running, prompt("p", 20), free=2), CONFIG).admitted == (key("p"),)
+
+    def test_a_large_one_is_passed_over_and_remembered(self) -> None:
+        decision = schedule(snapshot(prompt("large", 400), prompt("p", 4), prompt("q", 4), free=10), CONFIG)
+        assert decision.admitted == (key("p"), key("q"))
+        assert decision.passed_over == (PassedOver(key("large"), 2),)
+
+    def test_a_large_one_is_not_passed_over_for_ever(self) -> None:
+        views = [prompt("large", 400, passed_over=MAX_PASSED_OVER - 1), prompt("p", 4), prompt("q", 4)]
+        decision = schedule(snapshot(*views, free=10), CONFIG)
+        assert decision.admitted == (key("p"),)
+        views[0] = views[0]._replace(passed_over=MAX_PASSED_OVER)
+        assert schedule(snapshot(*views, free=10), CONFIG).admitted == ()
+
+    def test_who_gets_no_budget_takes_no_blocks(self) -> None:
+        config = SchedulerConfig(max_num_batched_tokens=3, max_num_seqs=3, prefill_chunk_tokens=48)
+        decision = schedule(snapshot(prompt("p", 40), prompt("q", 2), prompt("r", 30)), config)
+        assert decision.chunks == (ScheduledChunk(key("p"), 0, 1, 3), ScheduledChunk(key("q"), 0, 2, 1))
+        assert decision.admitted == (key("p"), key("q"))
+
+
+class TestPrefillBudget:
+    def test_a_long_prompt_does_not_block_short_ones(self) -> None:
+        assert split_prefill_budget([10_000, 100, 120], 512, 512) == [512 - 220, 100, 120]
+
+    def test_a_long_prompt_goes_on_among_many_short_ones(self) -> None:
+        shares = split_prefill_budget([10_000, *[100] * 20], 512, 512)
+        assert shares[0] == 512 // OLDEST_SHARE
+        assert shares[1:4] == [100, 100, 100]
+
+    def test_equal_prompts_are_served_in_order(self) -> None:
+        assert split_prefill_budget([400, 400, 400], 512, 512) == [400, 112, 0]
+
+    def test_the_chunk_size_bounds_each(self) -> None:
+        assert split_prefill_budget([1000, 1000], 512, 100) == [100, 100]
+
+    @pytest.mark.parametrize("budget", [0, 1, 3])
+    def test_a_tiny_budget_goes_to_the_oldest_at_least(self, budget: int) -> None:
+        shares = split_prefill_budget([50, 2, 2], budget, 512)
+        assert sum(shares) == budget
+        assert shares[0] == min(budget, 1)
+
+    @given(
+        remaining=st.lists(st.integers(1, 300), max_size=12),
+        budget=st.integers(0, 400),
+        chunk=st.integers(1, 200),
+    )
+    def test_all_of_the_budget_is_used_and_no_more(self, remaining: list[int], budget: int, chunk: int) -> None:
+        shares = split_prefill_budget(remaining, budget, chunk)
+        wanted = [min(tokens, chunk) for tokens in remaining]
+        assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
+        assert sum(shares) == min(budget, sum(wanted))
+        if remaining and budget:
+            assert shares[0] >= min(wanted[0], max(1, budget // OLDEST_SHARE))
+
+    def test_every_prompt_ends_under_a_flood_of_short_ones(self) -> None:
+        long, steps = 5000, 0
+        while long > 0:
+            steps += 1
+            long -= split_prefill_budget([long, *[40] * 30], 256, 256)[0]
+        assert steps <= -(-5000 // (256 // OLDEST_SHARE))
+
+
+class TestTickets:
+    def test_granted(self) -> None:
+        assert ticket_refusal(snapshot(decode("a", 20), free=5), 4, 10) is None
+
+    def test_growth_room(self) -> None:
+        assert ticket_refusal(snapshot(decode("a", 20), decode("b", 20), free=5), 4, 10) is not None
+
+    def test_reserved_fraction(self) -> None:
+        tickets = (TicketView("t", 7, False),)
+        assert ticket_refusal(snapshot(tickets=tickets), 3, 10) is None
+        assert ticket_refusal(snapshot(tickets=tickets), 4, 10) is not None
+
+    def test_blocks_are_kept_for_one_passed_over_too_often(self) -> None:
+        starved = prompt("large", 400, passed_over=MAX_PASSED_OVER)
+        assert ticket_refusal(snapshot(starved), 1, 10) is not None
+        assert ticket_refusal(snapshot(starved._replace(has_credit=False)), 1, 10) is None
+
+
+VIEWS = st.builds(
+    lambda i, known, computed, blocks, credit, preemptible, passed, last: (
+        known,
+        computed,
+        blocks,
+        credit,
+        preemptible,
+        passed,
+        last,
+    ),
+    st.integers(),
+    st.integers(1, 90),
+    st.integers(0, 89),
+    st.integers(0, 6),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, MAX_PASSED_OVER),
+    st.integers(0, 5),
+)
+
+
+@given(
+    raw=st.lists(VIEWS, max_size=10),
+    free=st.integers(0, 20),
+    tickets=st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=3),
+    limits=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)),
+)
+def test_every_decision_can_be_carried_out(raw, free, tickets, limits) -> None:  # type: ignore[no-untyped-def]
+    """Whatever the snapshot: blocks given are there, limits are kept, only what may be taken is taken."""
+    views = []
+    for i, (known, computed, blocks, credit, preemptible, passed, last) in enumerate(raw):
+        full = -(-(known + 1) // BLOCK)
+        if blocks == 0:
+            views.append(SequenceView(key(str(i)), known, 0, 0, full, full + 2, credit, preemptible, passed, last))
+        elif computed >= known - 1 and preemptible:  # a decode, perhaps at the end of its last block
+            held = -(-(known - 1) // BLOCK) or 1
+            views.append(SequenceView(key(str(i)), known, known - 1, held, full, full + 2, credit, True, 0, last))
+        else:
+            at = min(computed, known - 1)
+            views.append(SequenceView(key(str(i)), known, at, full, full, full + 2, credit, preemptible, 0, last))
+    shot = SchedulerSnapshot(
+        tuple(views), tuple(TicketView(f"t{i}", n, revoking) for i, (n, revoking) in enumerate(tickets)), free, BLOCK
+    )
+    config = SchedulerConfig(max(limits[0], limits[1]), min(limits[0], limits[1]), limits[2])
+    decision = schedule(shot, config)
+
+    by_key = {view.key: view for view in views}
+    assert sum(chunk.num_tokens for chunk in decision.chunks) <= config.max_num_batched_tokens
+    assert len(decision.chunks) == len({chunk.key for chunk in decision.chunks}) <= config.max_num_seqs
+    counts = [chunk.num_tokens for chunk in decision.chunks]
+    assert sorted(counts, key=lambda n: n != 1) == counts
+    back = sum(by_key[victim].blocks for victim in decision.preempt)
+    assert sum(chunk.new_blocks for chunk in decision.chunks) <= free + back
+    for chunk in decision.chunks:
+        view = by_key[chunk.key]
+        assert view.has_credit
+        assert chunk.key not in decision.preempt
+        assert chunk.start == view.computed
+        assert 1 <= chunk.num_tokens <= view.known - view.computed
+        assert chunk.num_tokens == 1 or chunk.num_tokens <= config.prefill_chunk_tokens
+        assert chunk.start + chunk.num_tokens <= (view.blocks + chunk.new_blocks) * BLOCK
+    for victim in decision.preempt:
+        assert by_key[victim].preemptible
+        assert by_key[victim].blocks
+        assert not tickets
+    revocable = [ticket.owner for ticket in shot.tickets if not ticket.revoking]
+    assert list(decision.revoke) == revocable[::-1][: len(decision.revoke)]
+    # The oldest sequence that has blocks and credit is never preempted.
+    runnable = [view for view in views if view.blocks and view.has_credit and view.preemptible]
+    if runnable:
+        assert runnable[0].key not in decision.preempt
