@@ -100,7 +100,7 @@ class Ours:
         values = cache.gather(0, geometry.num_layers, tables[0].tolist(), 0, len(prompt))
         for row in tables[1:]:
             cache.scatter(0, row.tolist(), 0, values)
-        state = {"tokens": np.full((batch, 1), prompt[-1]), "length": len(prompt)}
+        state: dict[str, Any] = {"tokens": np.full((batch, 1), prompt[-1]), "length": len(prompt)}
 
         def step() -> None:
             state["tokens"] = self._run(state["tokens"], state["length"], tables)[:, None]
@@ -138,7 +138,9 @@ class Reference:
         return step
 
 
-def measure(ours: Callable[[], None], reference: Callable[[], None] | None, repeats: int) -> tuple[float, float | None]:
+def measure(
+    ours: Callable[[], None], reference: Callable[[], None] | None, repeats: int
+) -> tuple[float, float | None]:
     """Median milliseconds of each, run alternately, after one warm-up of each."""
     times: dict[int, list[float]] = {0: [], 1: []}
     for repeat in range(repeats + 1):

@@ -52,6 +52,7 @@ class ClusterController:
     ) -> None:
         self.config = config
         self.address = ""  # of the router
+        self.served_name = ""
         self._report = report
         self._log_to_driver = log_to_driver
         self._on_ray = on_ray
@@ -71,6 +72,7 @@ class ClusterController:
         config = self.config
         self._report(f"resolving model {config.model}")
         path, name = await asyncio.to_thread(_resolve, config.model, self._report)
+        self.served_name = config.served_name or name
         started = time.monotonic()
         address = ray_address(config)
         self._report("starting a local Ray" if address == "local" else f"joining Ray at {address}")

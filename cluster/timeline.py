@@ -72,6 +72,7 @@ def timeline_table(answers: Sequence[Answer]) -> Table:
 
 
 _LABELS = (
+    "mode",
     "prompt tokens",
     "output tokens",
     "queued",
@@ -83,7 +84,7 @@ _LABELS = (
     "KV on the wire",
     "KV ratio",
     "KV codec, transport",
-    "KV transfer took",
+    "KV sent during prefill",
     "first to second token",
     "per token",
     "in all",
@@ -97,6 +98,9 @@ _LABELS = (
 def _cells(answer: Answer) -> list[str]:
     assert answer.end is not None, answer.name
     usage, timeline = answer.end.usage, answer.end.timeline
+    prefill = ["-"] * 2
+    if timeline.mode != "local":
+        prefill = [_ms(timeline.prefill_queued_ms), _ms(timeline.prefill_ms)]
     kv = ["-"] * 6
     if timeline.HasField("kv"):
         stats = timeline.kv
@@ -109,11 +113,11 @@ def _cells(answer: Answer) -> list[str]:
             _ms(stats.seconds * 1000),
         ]
     return [
+        timeline.mode or "-",
         str(usage.prompt_tokens),
         str(usage.completion_tokens),
         _ms(timeline.queued_ms),
-        _ms(timeline.prefill_queued_ms),
-        _ms(timeline.prefill_ms),
+        *prefill,
         _ms(timeline.ttft_ms),
         *kv,
         _ms(timeline.second_token_ms),

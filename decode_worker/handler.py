@@ -65,7 +65,7 @@ class DecodeHandler:
         if not self._grants or self.receiver is None:
             raise NotMyRole("an aggregated worker takes no KV from others")
         owner = ticket_owner(spec.key)
-        self._engine.validate(spec, SequenceKind.GENERATE)
+        self._engine.check_runnable(spec)
         with self._lock:
             blocks = self._engine.reserve_ticket(owner, len(spec.known_tokens))
             if blocks is None:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from engine.kv_cache import PagedKvCache
 from engine.step import StepInput
 
-_DECODE_KV_BYTES = 3 << 20  # gathered K and V of one decode group: small enough for the cache of a core or two
-_SCORE_BYTES = 4 << 20  # scores of one query tile; bounds memory for any prompt length
+_DECODE_KV_BYTES = 3 << 19  # gathered K and V of one decode group: about what a core's own cache holds
+_SCORE_BYTES = 2 << 20  # scores of one query tile, likewise; bounds memory for any prompt length
 _MIN_TILE, _MAX_TILE = 16, 256
 _PADDING = 1.25  # padded work of a group may be this many times the real work
 

@@ -264,6 +264,22 @@ class Engine:
                 self._step_times.append(now - flight.started)
             return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled))
 
+    def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
+        """The forward pass of `plan` has raised: its sequences end and are reported as rejected with `error`."""
+        with self.lock:
+            self._land(plan)
+            rejected: list[tuple[RequestKey, PdserveError]] = []
+            for chunk in plan.chunks:
+                sequence = self._sequences.get(chunk.key)
+                if sequence is None:
+                    continue  # aborted meanwhile
+                sequence.abort()
+                self._leave(sequence)
+                rejected.append((chunk.key, error))
+            keys = {key for key, _ in rejected}
+            echoes, self._echoes = [echo for echo in self._echoes if echo.key not in keys], []
+            return StepResult(plan.step_id, tuple(echoes), tuple(rejected), ())
+
     def load(self) -> WorkerLoad:
         """Queue depths, blocks, counters and the mean step time, now."""
         with self.lock:

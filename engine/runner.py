@@ -14,7 +14,7 @@ from pdcore.types import KvGeometry, ModelInfo
 
 
 class CpuModelRunner:
-    """Runs steps on CPU. One thread calls `run`; `progress` and the cache's `gather`/`scatter` serve others meanwhile.
+    """Runs steps on CPU. One thread calls `run`; others may use `progress`, and `gather` and `scatter` of the cache.
 
     Attributes:
         model, geometry, progress: see `engine.step.ModelRunner`.
@@ -52,7 +52,7 @@ class CpuModelRunner:
             torch.from_numpy(token_ids),
             torch.from_numpy(step.positions),
             torch.from_numpy(step.sample_rows.astype(np.int64)),
-            plan,
-            self.cache,
-            self.progress,
+            plan=plan,
+            cache=self.cache,
+            progress=self.progress,
         )

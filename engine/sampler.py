@@ -80,7 +80,9 @@ def _sample_random(logits: torch.Tensor, fields: SamplingFields, rows: NDArray[n
     top_k = torch.from_numpy(fields.top_k[rows].astype(np.int64))
     top_k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
     top_p = torch.from_numpy(fields.top_p[rows])
-    floor = torch.from_numpy(np.log(fields.min_p[rows], where=fields.min_p[rows] > 0, out=np.full(len(rows), -np.inf)))
+    floor = torch.from_numpy(
+        np.log(fields.min_p[rows], where=fields.min_p[rows] > 0, out=np.full(len(rows), -np.inf))
+    )
     floor = floor.float().unsqueeze(1)
 
     tokens = torch.empty(len(rows), dtype=torch.int64)
@@ -95,7 +97,9 @@ def _sample_random(logits: torch.Tensor, fields: SamplingFields, rows: NDArray[n
         scores = values + _gumbel(keys[pending], ids)
         choice = scores.masked_fill_(values < threshold, -torch.inf).argmax(-1, keepdim=True)
         # Ties of the last candidate may lie beyond the candidates: decided only if that one is out.
-        decided = (values[:, -1:] < threshold).squeeze(1) if count < vocab else torch.ones(len(pending), dtype=torch.bool)
+        decided = (
+            (values[:, -1:] < threshold).squeeze(1) if count < vocab else torch.ones(len(pending), dtype=torch.bool)
+        )
         tokens[pending[decided]] = ids.gather(1, choice).squeeze(1)[decided]
         pending = pending[~decided]
 
@@ -107,9 +111,7 @@ def _sample_random(logits: torch.Tensor, fields: SamplingFields, rows: NDArray[n
     return tokens
 
 
-def _threshold(
-    scaled: torch.Tensor, values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
+def _threshold(scaled: torch.Tensor, values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Smallest scaled logit that top-k and top-p keep: [N, 1]; -inf for a row that `values` cannot decide.
 
     Args:

@@ -311,7 +311,8 @@ def split_prefill_budget(remaining: Sequence[int], budget: int, chunk_tokens: in
 def ticket_refusal(snapshot: SchedulerSnapshot, blocks: int, max_reserved_blocks: int) -> str | None:
     """Why a ticket of `blocks` blocks may not be granted now; None if it may."""
     reserved = sum(ticket.blocks for ticket in snapshot.tickets)
-    if reserved + blocks > max_reserved_blocks:
+    # The only ticket may be larger: a long prompt would be refused by an idle worker for ever otherwise.
+    if reserved and reserved + blocks > max_reserved_blocks:
         return f"tickets hold {reserved} blocks and may hold {max_reserved_blocks}"
     growers = sum(view.may_grow for view in snapshot.sequences)
     if blocks + growers > snapshot.free_blocks:

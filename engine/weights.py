@@ -27,7 +27,7 @@ class WeightFiles:
         self._place: dict[str, Path] = {}
         for path in _weight_files(folder):
             try:
-                file = safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
                 names = list(file.keys())
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: cannot read these weights: {error}") from error

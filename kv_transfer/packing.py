@@ -70,13 +70,15 @@ def unpack_frame(frame: memoryview, header: FrameHeader) -> torch.Tensor:
         FrameError: a payload does not decode, or its decoded bytes do not have the announced checksum.
     """
     span = header.span
-    shape = (span.layer_count, span.token_count, header.head_count, header.head_dim)
     # One layer: K and V lie behind each other as the result wants them. Several: they interleave, one more copy.
-    planes = np.empty((2, header.sections[0].raw_bytes), np.uint8)
+    # numpy, not torch: a torch copy would start a thread pool of its own beside the engine's.
+    planes = np.empty((2, span.layer_count, header.sections[0].raw_bytes // span.layer_count), np.uint8)
     for section in header.sections:
-        _decode_section(frame, section, header.dtype, planes[section.kind])
-    values = torch.from_numpy(planes).view(TORCH_DTYPES[header.dtype]).view(2, *shape)
-    return values.transpose(0, 1).contiguous()
+        _decode_section(frame, section, header.dtype, planes[section.kind].reshape(-1))
+    values = torch.from_numpy(np.ascontiguousarray(planes.swapaxes(0, 1)).reshape(-1)).view(
+        TORCH_DTYPES[header.dtype]
+    )
+    return values.view(span.layer_count, 2, span.token_count, header.head_count, header.head_dim)
 
 
 def _decode_section(frame: memoryview, section: Section, dtype: str, out: NDArray[np.uint8]) -> None:
@@ -88,5 +90,6 @@ def _decode_section(frame: memoryview, section: Section, dtype: str, out: NDArra
 
 def _section_bytes(values: torch.Tensor) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """K and V of `values`, each as contiguous bytes in (layer, token, head, dim) order."""
-    k, v = (values[:, kind].contiguous().reshape(-1).view(torch.uint8).numpy() for kind in (0, 1))
+    planes = values.view(torch.uint8).numpy()
+    k, v = (np.ascontiguousarray(planes[:, kind]).reshape(-1) for kind in (0, 1))
     return k, v

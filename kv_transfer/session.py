@@ -254,6 +254,11 @@ class SendSession:
         return self.planner.watched_step if self.phase is SendPhase.SENDING else None
 
     @property
+    def layers_seen(self) -> int:
+        """Layers of the watched step that are known to be in the cache."""
+        return self.planner.chunk_layers
+
+    @property
     def waits_for_peer(self) -> bool:
         """Progress depends on the receiver."""
         if not self.active:

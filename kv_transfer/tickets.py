@@ -114,12 +114,21 @@ class TicketTable:
         """Tickets neither committed nor released."""
         return len(self._sessions)
 
-    def wanted(self, ref: TicketRef) -> bool:
-        """Frames of this ticket can still be taken: worth assembling."""
-        session = self._sessions.get(ref)
-        return session is not None and session.phase is TicketPhase.OPEN
-
     # --- the wire -------------------------------------------------------------------------------------------------
+
+    def frame_begins(self, ref: TicketRef, stream: int, now: float) -> bool:
+        """The first bytes of a frame are here. True if the frame is worth memory.
+
+        Its ticket listens to `stream` from then on, so that it ends with it. If False, `frame_offered` will refuse
+        the frame and say why.
+        """
+        session = self._sessions.get(ref)
+        if session is None or session.phase is not TicketPhase.OPEN or now >= session.deadline:
+            return False
+        if not session.bind(stream):
+            return False
+        session.deadline = now + session.lease_s
+        return True
 
     def frame_offered(
         self, ref: TicketRef, index: int, *, stream: int, wire_bytes: int, first_byte_at: float, now: float
@@ -234,11 +243,11 @@ class TicketTable:
         return (RefuseTicket(session.stream, ref, session.end_reason), *self._finish_ending(session))
 
     def sender_aborted(self, ref: TicketRef, stream: int, reason: str) -> tuple[TicketEffect, ...]:
-        """The sender gives up."""
+        """The sender gives up. Not a failure to report from here: the sender's worker tells the router why."""
         session = self._sessions.get(ref)
         if session is None or not session.bind(stream):
             return ()
-        return self._end(session, f"the sender gave up: {reason}", failed=True, tell=False)
+        return self._end(session, f"the sender gave up: {reason}", failed=False, tell=False)
 
     def stream_closed(self, stream: int, reason: str) -> tuple[TicketEffect, ...]:
         """A stream is gone, and with it the senders of the tickets that listened to it."""
@@ -257,13 +266,13 @@ class TicketTable:
                 if session.bind(stream):
                     return session, ()
                 reason = "the ticket is being filled by another stream"
-                return None, (RejectFrame(False, reason), RefuseTicket(stream, ref, reason))
+                return None, (RefuseTicket(stream, ref, reason), RejectFrame(False, reason))
             expired = self._end(session, "the ticket's lease expired", failed=True)
         reason = self._why(ref)
         if self._over(ref):
             # The sender knows, or will: the confirmation or the refusal is on its way or lies behind it.
             return None, (RejectFrame(False, reason), *expired)
-        return None, (RejectFrame(False, reason), RefuseTicket(stream, ref, reason), *expired)
+        return None, (RefuseTicket(stream, ref, reason), RejectFrame(False, reason), *expired)
 
     def _over(self, ref: TicketRef) -> bool:
         """The ticket is committed, or about to be."""

@@ -6,12 +6,14 @@ what became of a ticket through `TicketHost`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from kv_transfer.manifest import Manifest, TicketRef
+from kv_transfer.messages import PushMessage, PushReply
 from pdcore.errors import TransferError
 from pdcore.types import KvGeometry, KvTransferStats, RequestKey
 
@@ -53,7 +55,8 @@ class TicketHost(Protocol):
 
     def on_release(self, key: RequestKey, reason: str, failed: bool) -> None:
         """The ticket ended without commit and no scatter into its blocks is in flight: they may be freed. Called
-        exactly once for every granted ticket that is not committed. `failed` is False if the owner released it."""
+        exactly once for every granted ticket that is not committed. `failed` is False if the owner released it, or if
+        the sender gave up: the sender's worker reports that."""
         ...
 
 
@@ -69,3 +72,71 @@ class SendOutcome:
     frames: int
     wire_bytes: int
     seconds: float
+
+
+class PushLink(Protocol):
+    """The sender's end of one stream to a receiver. Made by a transport; it speaks as soon as it is made.
+
+    The `post` methods may be called from any thread and never block: what may wait here is bounded by the credit that
+    the sender spends before it posts a frame. After `cancel`, or once the stream is gone, they do nothing.
+    """
+
+    def post_frame(self, ref: TicketRef, frame_index: int, attempt: int, frame: bytes) -> None:
+        """Send a frame, in pieces if it is larger than a message."""
+        ...
+
+    def post_manifest(self, manifest: Manifest, on_sent: Callable[[], None]) -> None:
+        """Send a manifest behind what was posted before it. `on_sent` is called when the transport has taken it."""
+        ...
+
+    def post_abort(self, ref: TicketRef, reason: str) -> None:
+        """Tell the receiver that a ticket will not be filled."""
+        ...
+
+    def cancel(self) -> None:
+        """End the stream now; returns at once. `LinkListener.on_closed` follows."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Send what was posted, end the stream, and wait for its threads at most this long."""
+        ...
+
+
+class LinkListener(Protocol):
+    """Who hears from a `PushLink`. Called from the link's own thread."""
+
+    def on_reply(self, reply: PushReply) -> None:
+        """The receiver said something."""
+        ...
+
+    def on_closed(self, reason: str, refused: bool) -> None:
+        """The stream is gone; called once, last. `refused`: the receiver will not have it, trying again is no use."""
+        ...
+
+
+class PushStream(Protocol):
+    """The receiver's end of one stream from a sender."""
+
+    def reply(self, reply: PushReply) -> None:
+        """Say something to the sender. Never blocks; does nothing once the stream is gone."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """End the stream: the two ends do not fit together, or the sender broke the protocol. Returns at once."""
+        ...
+
+    def end(self) -> None:
+        """End the stream in order, behind the replies said before. Returns at once."""
+        ...
+
+
+class StreamListener(Protocol):
+    """Who hears from a `PushStream`. Called from the stream's own thread."""
+
+    def on_message(self, message: PushMessage) -> None:
+        """The sender said something."""
+        ...
+
+    def on_closed(self, reason: str) -> None:
+        """The stream is gone; called once, last."""
+        ...

@@ -312,8 +312,11 @@ class RequestTracker:
             if finish is None and len(self.delivered) >= self.params.max_tokens:
                 effects += self._end(Outcome(FinishReason.LENGTH), now)
                 return effects
-        elif index < expected - 1:
-            return effects or _NOTHING
+        else:
+            # The echo of a token that the client may have taken before the decode worker reported it.
+            effects += self._credit()
+            if index < expected - 1:
+                return effects or _NOTHING
         if finish is not None:
             effects += self._end(Outcome(finish), now, done=worker_id)
         return effects or _NOTHING
@@ -369,13 +372,7 @@ class RequestTracker:
         """The client has taken `tokens` more tokens."""
         self._taken += tokens
         assert self._taken <= len(self.delivered), (self._taken, len(self.delivered))
-        if self.state is not RequestState.DECODING:
-            return _NOTHING
-        due = min(self._taken, self._decode_next) - self._base - self._credited
-        if due < max(1, self._token_window // 4):
-            return _NOTHING
-        self._credited += due
-        return [SendCredit(self._decode, self.key, due)]
+        return self._credit()
 
     def cancel(self, now: float) -> Sequence[Effect]:
         """The client cancelled or went away."""
@@ -392,6 +389,16 @@ class RequestTracker:
 
     def _is_current(self, worker_id: str, attempt: int) -> bool:
         return attempt == self.attempt and self._holders.get(worker_id, False)
+
+    def _credit(self) -> Sequence[Effect]:
+        """Return what is due of the decode worker's window, if it is enough to be worth a message."""
+        if self.state is not RequestState.DECODING:
+            return _NOTHING
+        due = min(self._taken, self._decode_next) - self._base - self._credited
+        if due < max(1, self._token_window // 4):
+            return _NOTHING
+        self._credited += due
+        return [SendCredit(self._decode, self.key, due)]
 
     def _first_token(self, now: float) -> None:
         assert self._route is not None

@@ -6,7 +6,8 @@ One session per router::
                |                                                                    |
                '- commands, reports, heartbeats both ways        all its requests are aborted
 
-Request ids are scoped by router inside a worker ("router/id"), so that two routers may use the same id.
+Request ids are scoped inside a worker by the router's incarnation ("incarnation/id"), so that two routers may use the
+same id, and a router that was started anew cannot meet what its predecessor left behind.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RouterSession:
     keys: set[RequestKey] = field(default_factory=set)
 
     def scoped(self, request_id: str, attempt: int) -> RequestKey:
-        return RequestKey(f"{self.router_id}/{request_id}", attempt)
+        return RequestKey(f"{self.router_incarnation}/{request_id}", attempt)
 
 
 def bare_id(key: RequestKey) -> str:
@@ -180,8 +181,10 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         digest = self._welcome.model.digest
         if hello.model_digest and hello.model_digest != digest:
             raise HandshakeRefused("model digest", digest, hello.model_digest)
-        if not hello.router_id or "/" in hello.router_id:
-            raise HandshakeRefused("router id", "a non-empty name without '/'", hello.router_id)
+        if not hello.router_id:
+            raise HandshakeRefused("router id", "a non-empty name", hello.router_id)
+        if not hello.router_incarnation or "/" in hello.router_incarnation:
+            raise HandshakeRefused("router incarnation", "a non-empty name without '/'", hello.router_incarnation)
 
     def _begin(self, hello: worker_pb2.Hello, context: grpc.ServicerContext) -> RouterSession:
         session = RouterSession(

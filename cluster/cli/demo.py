@@ -40,6 +40,8 @@ def demo(
         "dtype": dtype,
         "router.grpc_port": 0,
         "ray.address": "local",
+        # The demonstration shows the way of a request, not of a failure: a slow machine is no dead worker.
+        "dead_after_s": 20.0,
     }
     settings = read_settings(None, flags)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -98,7 +98,7 @@ async def _serve(settings: ClusterConfig) -> int:
             _say("interrupted before the cluster was ready")
             return EXIT_INTERRUPTED
         count = len(controller.members().members)
-        typer.echo(f"READY grpc={controller.address} model={settings.model} workers={count}")
+        typer.echo(f"READY grpc={controller.address} model={controller.served_name} workers={count}")
         await asked.wait(1)
         drained: list[bool] = []
 

@@ -107,7 +107,7 @@ def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
 
 
 def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
-    """Rope parameters: under ``rope_parameters`` (transformers 5), or ``rope_theta`` and ``rope_scaling`` (before)."""
+    """transformers 5 writes ``rope_parameters``; before, it was ``rope_theta`` and ``rope_scaling``."""
     values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in _ROPE_KINDS:

@@ -58,6 +58,7 @@ class LlamaModel:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         sample_rows: torch.Tensor,
+        *,
         plan: AttentionPlan,
         cache: PagedKvCache,
         progress: StepProgress,
@@ -166,4 +167,3 @@ class _Loader:
         tensor = self._weights.get(name, shape).to(self._storage)
         self._used.add(name)
         return tensor
-

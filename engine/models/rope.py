@@ -42,7 +42,9 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     return frequencies
 
 
-def rope_tables(config: RopeConfig, head_dim: int, max_len: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(
+    config: RopeConfig, head_dim: int, max_len: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tables for ``x * cos + roll(x, head_dim / 2) * sin``, which is the half-split rotation.
 
     Returns:

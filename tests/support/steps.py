@@ -50,7 +50,9 @@ class ManualDriver:
         """The step input for `parts`, whose single-token parts must come first."""
         size = self.runner.geometry.block_size
         self._step_id += 1
-        rows: dict[str, list[int]] = {name: [] for name in ("ids", "slots", "positions", "mapping", "starts", "context")}
+        rows: dict[str, list[int]] = {
+            name: [] for name in ("ids", "slots", "positions", "mapping", "starts", "context")
+        }
         rows["starts"].append(0)
         sampled, sample_rows = [], []
         for part in parts:

@@ -41,7 +41,8 @@ def tiny_llama(
         max_len: ``max_position_embeddings``.
         dtype: dtype of the stored weights.
         tie: whether the output head is the embedding.
-        config_extra: more keys for ``config.json`` (``attention_bias``, ``mlp_bias`` and ``head_dim`` change the weights).
+        config_extra: more keys for ``config.json``; ``attention_bias``, ``mlp_bias`` and ``head_dim``
+            change the weights.
     """
     path.mkdir(parents=True, exist_ok=True)
     config: dict[str, object] = {
@@ -113,7 +114,7 @@ def _tokenizer(vocab: int, max_len: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE without merges: every byte is a token, so any text round-trips."""
     if vocab < 258:
         raise ValueError(f"vocab must be at least 258, got {vocab}")
-    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + [BOS, EOS]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), BOS, EOS]
     tokens += [f"<|filler_{index}|>" for index in range(vocab - len(tokens))]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -585,6 +585,21 @@ class TestMemory:
         assert runner.computed == known + 4 * 23 + load.recomputed_tokens["preempt"], "the counter is exact"
         assert_empty(engine)
 
+    def test_a_preempted_replay_is_counted_under_each_reason_once(self) -> None:
+        runner = FakeRunner(num_blocks=6, block_size=8)
+        engine = make_engine(runner, budget=16)
+        specs = [request(f"r{i}", 7 + i, 26, delivered=[1, 2]) for i in range(4)]
+        for spec in specs:
+            engine.add(spec, GENERATE)
+        tokens = run(engine)
+        for spec in specs:
+            assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
+        known = sum(len(spec.known_tokens) for spec in specs)
+        recomputed = engine.load().recomputed_tokens
+        assert recomputed["preempt"] > 0
+        assert recomputed["replay"] == known
+        assert runner.computed == known + 4 * 23 + recomputed["preempt"]
+
     def test_a_committed_sequence_that_loses_its_blocks_is_recomputed_exactly(self) -> None:
         runner, there = FakeRunner(num_blocks=4, block_size=8), FakeRunner()
         engine = make_engine(runner, max_reserved_fraction=1.0)

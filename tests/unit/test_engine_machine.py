@@ -42,8 +42,8 @@ class EngineMachine(RuleBasedStateMachine):
     """
 
     @initialize(
-        blocks=st.integers(4, 12),
-        block_size=st.sampled_from([2, 4, 8]),
+        blocks=st.integers(6, 14),
+        block_size=st.sampled_from([1, 2, 4]),
         source_block_size=st.sampled_from([3, 4, 8]),
         max_num_seqs=st.integers(1, 5),
         more_budget=st.integers(0, 12),
@@ -83,7 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _spec(self, data: st.DataObject) -> RequestSpec:
         self.count += 1
         pool = self.runner.geometry.num_blocks * self.runner.geometry.block_size
-        prompt = data.draw(st.integers(1, min(24, pool - 2)), label="prompt")
+        prompt = data.draw(st.integers(1, min(9, pool - 2)), label="prompt")
         max_tokens = data.draw(st.integers(1, min(14, pool - prompt)), label="max_tokens")
         delivered = [1] * data.draw(st.integers(0, min(3, max_tokens - 1)), label="delivered")
         return request(
@@ -91,7 +91,7 @@ class EngineMachine(RuleBasedStateMachine):
             prompt,
             max_tokens,
             delivered=delivered,
-            window=data.draw(st.integers(1, 6), label="window"),
+            window=data.draw(st.integers(1, 16), label="window"),
             temperature=data.draw(st.sampled_from([0.0, 1.0]), label="temperature"),
             seed=self.count,
             stop=data.draw(st.sampled_from([(), (5, 6, 7)]), label="stop"),
@@ -114,7 +114,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.add(spec, kind)
         self._expect(spec, kind)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: len(self.live) < 5)
+    @rule(prompts=st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    def add_crowd(self, prompts: list[int]) -> None:
+        """Requests that start small and grow: they come to lack memory."""
+        pool = self.runner.geometry.num_blocks * self.runner.geometry.block_size
+        for prompt in prompts:
+            self.count += 1
+            spec = request(f"r{self.count}", prompt, min(pool - prompt, 20), seed=self.count, vocab_size=VOCAB)
+            self.engine.add(spec, SequenceKind.GENERATE)
+            self._expect(spec, SequenceKind.GENERATE)
+
+    @precondition(lambda self: len(self.live) > 2)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.live)))
@@ -144,7 +155,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- tickets -----------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.tickets) < 3)
+    @precondition(lambda self: len(self.tickets) < 4)
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         spec = self._spec(data)
@@ -157,7 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(blocks) == self.runner.geometry.blocks_for(known + 1)
         self.tickets[owner] = (spec, blocks)
 
-    @precondition(lambda self: self.tickets)
+    @precondition(lambda self: len(self.tickets) > bool(not self.revoked))  # the last one only if it was asked back
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from(sorted(self.tickets)))
@@ -166,7 +177,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.commit_ticket(owner, spec, first)
         self._expect(spec, SequenceKind.GENERATE, committed=True)
 
-    @precondition(lambda self: self.tickets)
+    @precondition(lambda self: len(self.tickets) > 2)
     @rule(data=st.data())
     def release_ticket(self, data: st.DataObject) -> None:
         self._release_ticket(data.draw(st.sampled_from(sorted(self.tickets))))
@@ -201,6 +212,17 @@ class EngineMachine(RuleBasedStateMachine):
             assert chunk.token_end <= known + len(expected.got) + expected.echo_pending
             assert chunk.is_prompt == (chunk.token_start < known)
             assert list(chunk.block_ids) == self.engine.block_table(chunk.key)
+
+    @precondition(lambda self: self.plan is None)
+    @rule(steps=st.integers(1, 16))
+    def whole_steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.schedule()
+            if self.plan is None:
+                return
+            self.execute()
+            self.apply()
+            self.integrity()
 
     @precondition(lambda self: self.plan is not None and self.output is None)
     @rule()
@@ -279,7 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=120,
+    max_examples=80,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdcore.errors import DeadlineExceeded, InvalidRequest, ReplaysExhausted
 from pdcore.types import FinishReason, KvTransferStats, SamplingParams
@@ -275,13 +275,21 @@ def test_a_replays_window_is_not_credited_with_older_tokens() -> None:
 
 
 def test_the_echo_is_credited_too() -> None:
-    tracker = make(window=4, max_tokens=100)
+    tracker = make(window=8, max_tokens=100)
     to_prefilling(tracker)
     token(tracker, "p0", 0, 50)
     assert not tracker.took(1)  # nobody to credit yet
     token(tracker, "d0", 0, 50)
     token(tracker, "d0", 1, 51)
     assert tracker.took(1) == [SendCredit("d0", tracker.key, 2)]
+
+
+def test_an_echo_that_the_client_took_before_is_credited_at_once() -> None:
+    tracker = make(window=1, max_tokens=100)
+    to_prefilling(tracker)
+    token(tracker, "p0", 0, 50)
+    assert not tracker.took(1)
+    assert SendCredit("d0", tracker.key, 1) in token(tracker, "d0", 0, 50)
 
 
 def test_deadline_while_reserving() -> None:
@@ -312,8 +320,8 @@ def test_a_reused_id_continues_its_attempts() -> None:
 # -- the state machine ----------------------------------------------------------------------------------------------
 
 WORKERS = ("p0", "p1", "d0", "d1")
-MAX_TOKENS = 6
-WINDOW = 4
+MAX_TOKENS = 12
+MAX_REPLAYS = 2
 
 
 @dataclass
@@ -328,6 +336,12 @@ class Worker:
     outbox: deque = field(default_factory=deque)
     holds: dict[int, list] = field(default_factory=dict)
 
+    def in_phase(self, *phases: str) -> list[int]:
+        return [attempt for attempt, job in self.holds.items() if job[0] in phases]
+
+    def ready(self) -> list[int]:
+        return [attempt for attempt in self.in_phase("prefill", "sequence") if self.holds[attempt][2] > 0]
+
     def lose_session(self) -> None:
         self.inbox.clear()
         self.outbox.clear()
@@ -337,11 +351,14 @@ class Worker:
 class TrackerMachine(RuleBasedStateMachine):
     """A tracker between four workers whose commands and news travel in queues, a client, and a clock.
 
-    The oracle: token i of the request is always ``100 + i``, whoever computes it.
+    Token i of attempt a is ``1000 * a + i``: whatever is delivered must be of the attempt that is current then.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.window = 4
+        self.sent: set[tuple[str, int]] = set()
+        self.replays = 0
         self.workers = {name: Worker(name) for name in WORKERS}
         self.given: set[tuple[str, int]] = set()
         self.released: Counter[tuple[str, int]] = Counter()
@@ -351,15 +368,23 @@ class TrackerMachine(RuleBasedStateMachine):
         self.history: list[tuple] = []
         self.now = 0.0
         self.taken = 0
+        self.make_tracker()
+
+    def make_tracker(self) -> None:
         self.tracker = RequestTracker(
             request_id="r",
             prompt=(1, 2),
             params=SamplingParams(max_tokens=MAX_TOKENS),
-            token_window=WINDOW,
-            max_replays=2,
+            token_window=self.window,
+            max_replays=MAX_REPLAYS,
             sink=self.sink,
             now=0.0,
         )
+
+    @initialize(window=st.sampled_from([1, 2, 4, 9]))
+    def choose_window(self, window: int) -> None:
+        self.window = window
+        self.make_tracker()
 
     def perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -367,8 +392,10 @@ class TrackerMachine(RuleBasedStateMachine):
                 case SendReserve(worker, spec) | SendGenerate(worker, spec):
                     assert spec.delivered == tuple(self.sink.tokens)
                     self.given.add((worker, spec.key.attempt))
+                    self.sent.add((worker, spec.key.attempt))
                     self.workers[worker].inbox.append((type(effect).__name__, spec.key.attempt, len(spec.delivered)))
                 case SendPrefill(worker, spec):
+                    self.sent.add((worker, spec.key.attempt))
                     self.workers[worker].inbox.append(("SendPrefill", spec.key.attempt, len(spec.delivered)))
                 case SendCredit(worker, key, tokens):
                     assert tokens > 0
@@ -377,9 +404,11 @@ class TrackerMachine(RuleBasedStateMachine):
                     assert (worker, key.attempt) in self.given
                     self.released[worker, key.attempt] += 1
                     if abort:
+                        assert (worker, key.attempt) in self.sent, "told to abort what it was never given"
                         self.workers[worker].inbox.append(("Abort", key.attempt, 0))
-                case Requeue():
+                case Requeue(counted, _, _):
                     assert not self.ended
+                    self.replays += counted
                     self.waiting = True
                 case Ended():
                     self.ended.append(effect)
@@ -393,44 +422,56 @@ class TrackerMachine(RuleBasedStateMachine):
             self.given.add((prefill, self.tracker.attempt + 1))
         self.perform(self.tracker.dispatch(Route(mode, decode, prefill, "test"), self.now))
 
-    @rule(name=st.sampled_from(WORKERS), refuse=st.sampled_from([False, False, False, True]))
-    def worker_takes_a_command(self, name: str, refuse: bool) -> None:
-        worker = self.workers[name]
-        if not worker.inbox:
-            return
+    @rule(
+        choices=st.lists(st.integers(0, 1000), min_size=1, max_size=8), refuse=st.sampled_from([*[False] * 5, True])
+    )
+    def things_go_on(self, choices: list[int], refuse: bool) -> None:
+        """Some of what can happen next happens: commands and news arrive, workers make tokens, transfers end."""
+        for choice in choices:
+            possible = self.possible()
+            if not possible:
+                return
+            action, worker, attempt = possible[choice % len(possible)]
+            action(worker, refuse if action == self.take_command else attempt)
+            self.check()
+
+    def possible(self) -> list[tuple[Callable[[Worker, int], None], Worker, int]]:
+        actions: list[tuple[Callable[[Worker, int], None], Worker, int]] = []
+        for worker in self.workers.values():
+            if worker.inbox:
+                actions.append((self.take_command, worker, 0))
+            if worker.outbox:
+                actions.append((self.news, worker, 0))
+            actions += [(self.make_token, worker, attempt) for attempt in worker.ready()]
+            actions += [(self.end_transfer, worker, attempt) for attempt in worker.in_phase("sending")]
+        return actions
+
+    def take_command(self, worker: Worker, refuse: int = False) -> None:
         command, attempt, number = worker.inbox.popleft()
         match command:
             case "SendReserve" if refuse:
                 worker.outbox.append(("refused", attempt))
             case "SendReserve":
-                worker.holds[attempt] = ["ticket", number, WINDOW]
+                worker.holds[attempt] = ["ticket", number, self.window]
                 worker.outbox.append(("granted", attempt))
             case "SendPrefill" | "SendGenerate" if refuse:
                 worker.outbox.append(("failed", attempt, FailureKind.BUSY))
             case "SendPrefill":
                 worker.holds[attempt] = ["prefill", number, 1]
             case "SendGenerate":
-                worker.holds[attempt] = ["sequence", number, WINDOW]
+                worker.holds[attempt] = ["sequence", number, self.window]
             case "Credit":
                 if attempt in worker.holds:
                     worker.holds[attempt][2] += number
-                    assert worker.holds[attempt][2] <= WINDOW, "more credit than the window"
+                    assert worker.holds[attempt][2] <= self.window, "more credit than the window"
             case "Abort":
                 worker.holds.pop(attempt, None)
 
-    @rule(name=st.sampled_from(WORKERS), data=st.data())
-    def worker_makes_a_token(self, name: str, data: st.DataObject) -> None:
-        worker = self.workers[name]
-        ready = [
-            a for a, (phase, _, credit) in worker.holds.items() if phase in ("prefill", "sequence") and credit > 0
-        ]
-        if not ready:
-            return
-        attempt = data.draw(st.sampled_from(ready))
+    def make_token(self, worker: Worker, attempt: int) -> None:
         job = worker.holds[attempt]
         index = job[1]
         last = index + 1 == MAX_TOKENS
-        worker.outbox.append(("token", attempt, index, 100 + index, FinishReason.LENGTH if last else None))
+        worker.outbox.append(("token", attempt, index, 1000 * attempt + index, FinishReason.LENGTH if last else None))
         job[1] += 1
         job[2] -= 1
         if last:
@@ -438,19 +479,13 @@ class TrackerMachine(RuleBasedStateMachine):
         elif job[0] == "prefill":
             job[0] = "sending"
 
-    @rule(name=st.sampled_from(["p0", "p1"]), data=st.data())
-    def transfer_ends(self, name: str, data: st.DataObject) -> None:
+    def end_transfer(self, worker: Worker, attempt: int) -> None:
         """The manifest arrives at whichever decode worker has the ticket, or the transfer fails."""
-        worker = self.workers[name]
-        sending = [attempt for attempt, job in worker.holds.items() if job[0] == "sending"]
-        if not sending:
-            return
-        attempt = data.draw(st.sampled_from(sending))
         first = worker.holds.pop(attempt)[1] - 1
         for target in (self.workers["d0"], self.workers["d1"]):
             job = target.holds.get(attempt)
             if job is not None and job[0] == "ticket":
-                target.holds[attempt] = ["sequence", first, WINDOW]
+                target.holds[attempt] = ["sequence", first, self.window]
                 target.outbox.append(("received", attempt))
                 return
         worker.outbox.append(("failed", attempt, FailureKind.BROKEN))
@@ -464,13 +499,10 @@ class TrackerMachine(RuleBasedStateMachine):
         del worker.holds[attempt]
         worker.outbox.append(("failed", attempt, kind))
 
-    @rule(name=st.sampled_from(WORKERS))
-    def news_arrives(self, name: str) -> None:
-        worker = self.workers[name]
-        if worker.outbox:
-            event = worker.outbox.popleft()
-            self.history.append((name, event))
-            self.hear(name, event)
+    def news(self, worker: Worker, _: int = 0) -> None:
+        event = worker.outbox.popleft()
+        self.history.append((worker.name, event))
+        self.hear(worker.name, event)
 
     @precondition(lambda self: self.history)
     @rule(data=st.data())
@@ -493,7 +525,9 @@ class TrackerMachine(RuleBasedStateMachine):
                 self.perform(self.tracker.failed(name, attempt, event[2], "failed", self.now))
             case "token":
                 _, _, index, token_id, finish = event
+                before, current = len(self.sink.tokens), self.tracker.attempt
                 self.perform(self.tracker.token(name, attempt, index, token_id, finish, sample=0, now=self.now))
+                assert self.sink.tokens[before:] in ([], [1000 * current + before])
 
     @rule(name=st.sampled_from(WORKERS))
     def a_session_breaks(self, name: str) -> None:
@@ -520,7 +554,7 @@ class TrackerMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_come_in_order_and_once(self) -> None:
-        assert self.sink.tokens == [100 + i for i in range(len(self.sink.tokens))]
+        assert [token % 1000 for token in self.sink.tokens] == list(range(len(self.sink.tokens)))
         assert self.tracker.delivered == self.sink.tokens
 
     @invariant()
@@ -537,25 +571,42 @@ class TrackerMachine(RuleBasedStateMachine):
         assert current == {pair for pair in self.given if self.released[pair] == 0}
 
     @invariant()
+    def replays_are_bounded(self) -> None:
+        assert self.replays == self.tracker.timeline.replays <= MAX_REPLAYS
+
+    @invariant()
+    def the_prefill_worker_is_let_go_at_the_commit(self) -> None:
+        if self.tracker.state is RequestState.DECODING:
+            assert len(self.tracker.holders) == 1
+
+    @invariant()
     def waits_or_runs_or_has_ended(self) -> None:
         assert (self.tracker.state is RequestState.QUEUED) == (self.waiting and not self.ended)
 
+    def check(self) -> None:
+        self.tokens_come_in_order_and_once()
+        self.ends_at_most_once()
+        self.releases_once_whoever_holds_nothing_any_more()
+        self.replays_are_bounded()
+        self.the_prefill_worker_is_let_go_at_the_commit()
+        self.waits_or_runs_or_has_ended()
+
     def teardown(self) -> None:
-        """However far it came: after the end and once all commands have arrived, nobody holds anything."""
+        """From wherever it stands the request comes to its end, and then nobody holds anything."""
+        for _ in range(100 * MAX_TOKENS):
+            if self.waiting and not self.ended:
+                self.dispatch("p0", "d0")
+            self.the_client_takes_tokens(1.0)
+            for action, worker, attempt in self.possible()[:1]:
+                action(worker, 0 if action == self.take_command else attempt)
+            self.check()
+        assert len(self.ended) == 1, "it does not come to an end"
         self.perform(self.tracker.cancel(self.now))
         assert len(self.ended) == 1
-        for worker in self.workers.values():
-            while worker.inbox:
-                self.worker_takes_a_command(worker.name, False)
-        # A transfer that was under way ends by itself: its ticket is gone.
-        leftover = {
-            worker.name: {attempt: job for attempt, job in worker.holds.items()}
-            for worker in self.workers.values()
-            if worker.holds
-        }
-        # The prefill worker of a committed attempt is let go without an abort: it is done by then, in this model too.
+        assert not self.possible()
+        leftover = {worker.name: worker.holds for worker in self.workers.values() if worker.holds}
         assert not leftover, leftover
 
 
 TestTrackerMachine = TrackerMachine.TestCase
-TestTrackerMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestTrackerMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

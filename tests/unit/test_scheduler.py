@@ -32,14 +32,14 @@ def decode(name: str, known: int, *, blocks: int | None = None, **more: object) 
     """A sequence that lacks one token; by default its blocks hold `known` tokens."""
     held = -(-known // BLOCK) if blocks is None else blocks
     view = SequenceView(key(name), known, known - 1, held, held, 100, True, True, 0, 0)
-    return view._replace(**more)
+    return view._replace(**more)  # type: ignore[arg-type]
 
 
 def prompt(name: str, known: int, *, computed: int = 0, admitted: bool = False, **more: object) -> SequenceView:
     """A prompt that waits, or that has blocks already."""
     needed = -(-(known + 1) // BLOCK)
     view = SequenceView(key(name), known, computed, needed if admitted else 0, needed, 100, True, True, 0, 0)
-    return view._replace(**more)
+    return view._replace(**more)  # type: ignore[arg-type]
 
 
 def snapshot(*views: SequenceView, free: int = 100, tickets: tuple[TicketView, ...] = ()) -> SchedulerSnapshot:
@@ -149,6 +149,17 @@ class TestGrowth:
         decision = schedule(snapshot(*views, free=1), config)
         assert decision.preempt == (key("c"),)
         assert decision.chunks == (ScheduledChunk(key("a"), 16, 1, 1), ScheduledChunk(key("b"), 19, 1, 0))
+
+    def test_the_block_taken_back_serves_the_next(self) -> None:
+        config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=2, prefill_chunk_tokens=48)
+        views = [
+            decode("a", 17, blocks=1, last_step=5),
+            decode("b", 17, blocks=1, last_step=6),
+            decode("c", 17, blocks=1, last_step=4),
+        ]
+        decision = schedule(snapshot(*views, free=1), config)
+        assert decision.preempt == (key("c"),)
+        assert decision.chunks == (ScheduledChunk(key("a"), 16, 1, 1), ScheduledChunk(key("b"), 16, 1, 1))
 
     def test_the_youngest_itself_sits_out_while_older_ones_run(self) -> None:
         decision = schedule(snapshot(decode("a", 20), decode("b", 17, blocks=1), free=0), CONFIG)

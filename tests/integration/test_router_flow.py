@@ -1,0 +1,488 @@
+"""The life of requests through a real router, over real gRPC, with null workers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from pdcore.errors import DeadlineExceeded, InvalidRequest, Overloaded, ReplaysExhausted, Unavailable
+from pdcore.types import RequestKey, Role
+from protos import worker_pb2
+from router.client import AsyncClient, Sampling
+from tests.support.null_cluster import NullCluster, pair, until
+from tests.support.null_worker import NullWorker, token_of
+from tests.support.tiny_model import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+class Gate:
+    """A hook that holds requests at one point until it is opened."""
+
+    def __init__(self, point: str, index: int = 0, only: str = "") -> None:
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+        self.order: list[str] = []
+        self._point, self._index, self._only = point, index, only
+
+    async def __call__(self, point: str, key: RequestKey, index: int) -> None:
+        if point == self._point and index == self._index and self._only in ("", key.request_id):
+            self.order.append(key.request_id)
+            self.reached.set()
+            await self.opened.wait()
+
+
+class Crash:
+    """A hook that lets the worker vanish at one point, once."""
+
+    def __init__(self, worker: NullWorker, point: str, index: int = 0) -> None:
+        self._worker, self._point, self._index = worker, point, index
+        self.done = False
+        worker.hook = self
+
+    async def __call__(self, point: str, key: RequestKey, index: int) -> None:
+        if point == self._point and index == self._index and not self.done:
+            self.done = True
+            await self._worker.crash()
+            await asyncio.sleep(60)
+
+
+def expected(prompt: list[int], count: int) -> tuple[int, ...]:
+    return tuple(token_of(tuple(prompt), index) for index in range(count))
+
+
+# -- the normal path ------------------------------------------------------------------------------------------------
+
+
+async def test_prefill_then_decode(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        ids = await cluster.client.tokenize("hello")
+        answer = await cluster.client.complete("hello", Sampling(max_tokens=20), request_id="r1")
+        assert answer.token_ids == expected(ids, 20)
+        assert answer.text == await cluster.client.detokenize(answer.token_ids)
+        assert (answer.request_id, answer.finish_reason) == ("r1", "length")
+        usage, timeline = answer.end.usage, answer.end.timeline
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (5, 20, 0)
+        assert (timeline.mode, timeline.reason) == ("disaggregated", "prefill_pool_serves")
+        assert (timeline.prefill_worker, timeline.decode_worker, timeline.replays) == ("p0", "d0", 0)
+        assert timeline.kv.wire_bytes == 100
+        assert (timeline.prefill_queued_ms, timeline.prefill_ms) == (1.0, 2.0)
+        assert 0 <= timeline.queued_ms <= timeline.ttft_ms <= timeline.total_ms
+        assert timeline.second_token_ms > 0
+        assert timeline.tpot_ms > 0
+        await cluster.empty()
+        assert cluster["p0"].commands["abort", "r1"] == cluster["d0"].commands["abort", "r1"] == 0
+        assert cluster["d0"].commands["generate", "r1"] == 0
+
+
+async def test_the_first_token_comes_before_the_transfer(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        gate = cluster["p0"].hook = Gate("manifest")
+        async with aclosing(cluster.client.generate([1, 2, 3], Sampling(max_tokens=3))) as events:
+            first = await anext(events)
+            assert list(first.token_ids) == [token_of((1, 2, 3), 0)]
+            gate.opened.set()
+            rest = [event async for event in events]
+        assert [token for event in rest for token in event.token_ids] == list(expected([1, 2, 3], 3)[1:])
+        assert next(event.token_index for event in rest) == 1
+
+
+async def test_200_prompts_at_once_each_get_their_own_tokens(model: Path) -> None:
+    async with NullCluster(
+        model, [*pair(), NullWorker("p1", Role.PREFILL), NullWorker("d1", Role.DECODE)]
+    ) as cluster:
+
+        async def one(number: int) -> None:
+            prompt = [number % 200, number // 200, *range(number % 7)]
+            answer = await cluster.client.complete(prompt, Sampling(max_tokens=1 + number % 9))
+            assert answer.token_ids == expected(prompt, 1 + number % 9)
+            assert answer.end.usage.prompt_tokens == len(prompt)
+
+        await asyncio.gather(*(one(number) for number in range(200)))
+        await cluster.empty()
+        prefills = {
+            name: sum(n for (c, _), n in w.commands.items() if c == "prefill") for name, w in cluster.workers.items()
+        }
+        assert prefills["p0"] + prefills["p1"] == 200
+        assert min(prefills["p0"], prefills["p1"]) >= 60
+
+
+async def test_one_token_commits_nothing(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        answer = await cluster.client.complete([5, 6], Sampling(max_tokens=1), request_id="one")
+        assert answer.token_ids == expected([5, 6], 1)
+        assert answer.end.timeline.decode_worker == ""
+        assert not answer.end.timeline.HasField("kv")
+        await cluster.empty()
+        assert cluster["d0"].commands["abort", "one"] == 1
+        assert cluster["p0"].commands["abort", "one"] == 0
+
+
+async def test_a_stop_token_is_in_the_ids_but_not_in_the_text(model: Path) -> None:
+    tokens = [40, 41, 257, 42]
+    workers = pair(script=lambda request, index: tokens[index])
+    async with NullCluster(model, workers) as cluster:
+        answer = await cluster.client.complete([1], Sampling(max_tokens=4))
+        assert (answer.token_ids, answer.finish_reason) == ((40, 41, 257), "stop")
+        assert answer.text == await cluster.client.detokenize([40, 41])
+        ignoring = await cluster.client.complete([1], Sampling(max_tokens=4, ignore_eos=True))
+        assert (ignoring.token_ids, ignoring.finish_reason) == ((40, 41, 257, 42), "length")
+        own = await cluster.client.complete([1], Sampling(max_tokens=4, stop_token_ids=[41]))
+        assert (own.token_ids, own.text) == ((40, 41), await cluster.client.detokenize([40]))
+
+
+@pytest.mark.parametrize("cut", ["He", "llo wor", "world"])
+async def test_a_stop_string_ends_the_request_everywhere(model: Path, cut: str) -> None:
+    """The stop string begins in the first token, spans several, or comes late; what follows is not counted."""
+    async with NullCluster(model, pair()) as cluster:
+        ids = await cluster.client.tokenize("Hello world and more")
+        for worker in cluster.workers.values():
+            worker.script = lambda request, index: ids[index % len(ids)]
+        answer = await cluster.client.complete(
+            [1], Sampling(max_tokens=200, stop=["never", cut]), request_id="stopped"
+        )
+        assert answer.finish_reason == "stop"
+        assert answer.text == "Hello world and more".split(cut)[0]
+        assert answer.end.usage.completion_tokens == len(answer.token_ids) == "Hello world".index(cut) + len(cut)
+        await cluster.empty()
+        assert cluster["d0"].commands["abort", "stopped"] == 1
+
+
+async def test_aggregated_and_decode_workers_run_requests_alone(model: Path) -> None:
+    for role in (Role.AGGREGATED, Role.DECODE):
+        async with NullCluster(model, [NullWorker("w0", role)]) as cluster:
+            answer = await cluster.client.complete([9], Sampling(max_tokens=5))
+            assert answer.token_ids == expected([9], 5)
+            assert answer.end.timeline.mode == "local"
+            assert answer.end.timeline.prefill_worker == answer.end.timeline.decode_worker == "w0"
+            await cluster.empty()
+
+
+async def test_a_small_window_only_slows_down(model: Path) -> None:
+    async with NullCluster(model, pair(), token_window=1) as cluster:
+        answer = await cluster.client.complete([7], Sampling(max_tokens=50), request_id="r")
+        assert answer.token_ids == expected([7], 50)
+        assert cluster["d0"].commands["credit", "r"] >= 48
+
+
+# -- refusals and queueing ------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_reservation_goes_to_the_next_worker(model: Path) -> None:
+    async with NullCluster(model, [*pair(), NullWorker("d1", Role.DECODE)]) as cluster:
+        cluster["d0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_OVERLOADED
+        for number in range(6):
+            answer = await cluster.client.complete([number], Sampling(max_tokens=3))
+            assert answer.end.timeline.decode_worker == "d1"
+            assert answer.end.timeline.replays == 0
+        await cluster.empty()
+
+
+async def test_refused_everywhere_waits_in_the_queue(model: Path) -> None:
+    async with NullCluster(model, pair(), token_window=4) as cluster:
+        # Something runs, so that the refusal can be believed to be temporary.
+        gate = cluster["d0"].hook = Gate("token", index=2, only="other")
+        other = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=5), request_id="other"))
+        await gate.reached.wait()
+        cluster["d0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_OVERLOADED
+        waiting = asyncio.ensure_future(cluster.client.complete([2], Sampling(max_tokens=3), request_id="r"))
+        await until(lambda: cluster["d0"].commands["reserve", "r"] >= 3, "asked again and again")
+        cluster["d0"].refuse = None
+        answer = await waiting
+        assert answer.token_ids == expected([2], 3)
+        assert answer.end.timeline.replays == 0
+        gate.opened.set()
+        await other
+        await cluster.empty()
+
+
+async def test_a_reservation_that_an_idle_worker_refuses_is_run_locally(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        cluster["d0"].refuse = lambda command, request: (
+            worker_pb2.FAILURE_CODE_OVERLOADED if command == "reserve" else None
+        )
+        answer = await cluster.client.complete([1, 2], Sampling(max_tokens=3))
+        assert answer.end.timeline.reason == "kv_reservation_too_large"
+        assert answer.token_ids == expected([1, 2], 3)
+
+
+async def test_an_overloaded_prefill_worker_is_not_the_clients_problem(model: Path) -> None:
+    async with NullCluster(model, [*pair(), NullWorker("p1", Role.PREFILL)]) as cluster:
+        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_OVERLOADED
+        for number in range(4):
+            answer = await cluster.client.complete([number], Sampling(max_tokens=3), request_id=f"r{number}")
+            assert answer.end.timeline.prefill_worker == "p1"
+            assert answer.end.timeline.replays == 0
+        await cluster.empty()
+
+
+async def test_a_draining_worker_gets_nothing_new(model: Path) -> None:
+    async with NullCluster(model, [*pair(), NullWorker("d1", Role.DECODE)]) as cluster:
+        cluster["d0"].draining = True
+        await until(lambda: cluster.dispatcher.pool.snapshot("d0") is None, "the router knows")
+        for number in range(4):
+            answer = await cluster.client.complete([number], Sampling(max_tokens=2))
+            assert answer.end.timeline.decode_worker == "d1"
+
+
+async def test_invalid_on_the_worker_is_the_clients_error(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        cluster["d0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_INVALID
+        with pytest.raises(InvalidRequest, match="refused by the test"):
+            await cluster.client.complete([1], request_id="bad")
+        assert cluster["d0"].commands["reserve", "bad"] == 1
+
+
+async def test_overload_sheds_with_a_hint(model: Path) -> None:
+    async with NullCluster(model, pair(), max_queue=2, max_queued_prefill_tokens=1) as cluster:
+        gate = cluster["p0"].hook = Gate("prefill")
+        running = [asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=2))) for _ in range(3)]
+        await until(lambda: cluster.dispatcher.queued == 2, "two wait")
+        with pytest.raises(Overloaded) as caught:
+            await cluster.client.complete([1], request_id="shed")
+        assert 0.5 <= caught.value.retry_after_s <= 30
+        gate.opened.set()
+        assert all(answer.finish_reason == "length" for answer in await asyncio.gather(*running))
+        assert not any(request_id == "shed" for w in cluster.workers.values() for _, request_id in w.commands)
+
+
+async def test_waiting_requests_start_in_class_order(model: Path) -> None:
+    async with NullCluster(model, pair(), max_queued_prefill_tokens=1) as cluster:
+        gate = cluster["p0"].hook = Gate("prefill")
+        answers = [asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=2), request_id="first"))]
+        await gate.reached.wait()
+        for waiting, name in enumerate(["batch", "standard", "interactive"], start=1):
+            answers.append(
+                asyncio.ensure_future(
+                    cluster.client.complete([1], Sampling(max_tokens=2), request_id=name, priority=name)
+                )
+            )
+            await until(lambda count=waiting: cluster.dispatcher.queued == count, "it waits")
+        gate.opened.set()
+        await asyncio.gather(*answers)
+        assert gate.order == ["first", "interactive", "standard", "batch"]
+
+
+async def test_an_id_in_flight_is_refused_and_free_again_afterwards(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        gate = cluster["d0"].hook = Gate("token", index=1)
+        first = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=3), request_id="same"))
+        await gate.reached.wait()
+        with pytest.raises(InvalidRequest, match="is running"):
+            await cluster.client.complete([1], request_id="same")
+        gate.opened.set()
+        await first
+        assert (
+            await cluster.client.complete([1], Sampling(max_tokens=3), request_id="same")
+        ).finish_reason == "length"
+
+
+# -- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["prefill", "manifest"])
+@pytest.mark.parametrize("spare", [False, True])
+async def test_a_prefill_worker_dies(model: Path, point: str, spare: bool) -> None:
+    """Before the first token, or after it and before the commit; with another one, or with none left."""
+    workers = pair() + ([NullWorker("p1", Role.PREFILL)] if spare else [])
+    async with NullCluster(model, workers) as cluster:
+        crashes = [Crash(worker, point) for name, worker in cluster.workers.items() if name == "p0"]
+        tries = 2 if spare else 1
+        for number in range(tries):
+            answer = await cluster.client.complete([number, 4], Sampling(max_tokens=10), request_id=f"r{number}")
+            assert answer.token_ids == expected([number, 4], 10)
+            if answer.end.timeline.replays:
+                assert cluster["d0"].commands["abort", f"r{number}"] == 1  # the ticket
+        assert crashes[0].done
+        if point == "prefill":
+            assert answer.end.timeline.mode == ("disaggregated" if spare else "local")
+        await until(lambda: not cluster["d0"].held, "d0 holds nothing")
+
+
+@pytest.mark.parametrize("index", [0, 1, 7])
+async def test_a_decode_worker_dies_and_the_client_sees_no_gap(model: Path, index: int) -> None:
+    async with NullCluster(model, [*pair(), NullWorker("d1", Role.DECODE)]) as cluster:
+        crashes = [Crash(cluster[name], "token", index) for name in ("d0",)]
+        replays = 0
+        for number in range(2):  # one of them runs on d0
+            events = [e async for e in cluster.client.generate([number], Sampling(max_tokens=20))]
+            tokens = [token for event in events for token in event.token_ids]
+            assert tokens == list(expected([number], 20))
+            position = 0
+            for event in events:
+                assert event.token_index == position
+                position += len(event.token_ids)
+            end = events[-1].end
+            replays += end.timeline.replays
+            assert end.usage.completion_tokens == 20
+        assert crashes[0].done
+        assert replays == 1
+        await until(lambda: not cluster["d1"].held and not cluster["p0"].held, "nothing is held")
+
+
+@pytest.mark.parametrize("how", ["silent", "hung"])
+async def test_a_worker_that_stands_still_is_dead(model: Path, how: str) -> None:
+    workers = [*pair(), NullWorker("d1", Role.DECODE)]
+    async with NullCluster(model, workers, dead_after_s=0.6) as cluster:
+        gate = cluster["d0"].hook = cluster["d1"].hook = Gate("token", index=3)
+        task = asyncio.ensure_future(cluster.client.complete([8], Sampling(max_tokens=10), request_id="r"))
+        await gate.reached.wait()
+        stuck = next(worker for worker in cluster.workers.values() if worker.role is Role.DECODE and worker.held)
+        setattr(stuck, how, True)
+        other = cluster["d1" if stuck.worker_id == "d0" else "d0"]
+        other.hook = None
+        answer = await task
+        assert answer.token_ids == expected([8], 10)
+        assert (answer.end.timeline.decode_worker, answer.end.timeline.replays) == (other.worker_id, 1)
+        await cluster.empty()  # the session's end released the rest
+
+
+async def test_replays_are_bounded(model: Path) -> None:
+    async with NullCluster(model, pair(), max_replays=2) as cluster:
+        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_TRANSFER
+        with pytest.raises(Unavailable, match="given up after 2 replays"):
+            await cluster.client.complete([1], request_id="r")
+        assert cluster["p0"].commands["prefill", "r"] == 3
+        await cluster.empty()
+        assert cluster["d0"].commands["abort", "r"] == 3
+        assert cluster.dispatcher.counters.replays == 2
+        assert issubclass(ReplaysExhausted, Unavailable)
+
+
+async def test_a_restarted_worker_is_used_again(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        await cluster["d0"].crash()
+        await cluster.replace(NullWorker("d0", Role.DECODE))
+        await cluster.connected()
+        answer = await cluster.client.complete([1], Sampling(max_tokens=3))
+        assert answer.end.timeline.decode_worker == "d0"
+
+
+async def test_requests_wait_for_a_restart_but_not_for_ever(model: Path) -> None:
+    async with NullCluster(model, pair(), no_route_grace_s=0.5) as cluster:
+        Crash(cluster["d0"], "token", index=2)
+        with pytest.raises(Unavailable, match="no decode or aggregated worker"):
+            await cluster.client.complete([1], Sampling(max_tokens=9))
+        with pytest.raises(Unavailable, match="no decode or aggregated worker"):
+            await cluster.client.complete([1])
+        cluster["d0"].hook = None
+        await cluster.replace(NullWorker("d0", Role.DECODE))
+        await cluster.connected()
+        assert (await cluster.client.complete([1], Sampling(max_tokens=9))).token_ids == expected([1], 9)
+        await until(lambda: not cluster["p0"].held, "p0 holds nothing")
+
+
+# -- cancels, deadlines, slow readers -------------------------------------------------------------------------------
+
+STATES = {
+    # state: (worker and point at which the request is held, workers that must be told to abort)
+    "reserving": ("d0", Gate, ("reserve", 0), {"d0"}),
+    "prefilling": ("p0", Gate, ("prefill", 0), {"p0", "d0"}),
+    "transferring": ("p0", Gate, ("manifest", 0), {"p0", "d0"}),
+    "committing": ("d0", Gate, ("commit", 0), {"p0", "d0"}),
+    "decoding": ("d0", Gate, ("token", 3), {"d0"}),
+}
+
+
+@pytest.mark.parametrize("how", ["rpc", "disconnect", "deadline"])
+@pytest.mark.parametrize("state", STATES)
+async def test_an_end_from_outside_frees_every_worker_once(model: Path, state: str, how: str) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        name, kind, arguments, told = STATES[state]
+        gate = cluster[name].hook = kind(*arguments)
+        timeout = 1.0 if how == "deadline" else None
+        task = asyncio.ensure_future(
+            cluster.client.complete([3, 1], Sampling(max_tokens=9), request_id="r", timeout_s=timeout)
+        )
+        await gate.reached.wait()
+        if how == "rpc":
+            assert await cluster.client.cancel("r")
+            answer = await task
+            assert answer.finish_reason == "cancelled"
+            assert answer.token_ids == expected([3, 1], len(answer.token_ids))
+        elif how == "disconnect":
+            task.cancel()
+        else:
+            with pytest.raises(DeadlineExceeded):
+                await task
+        await cluster.empty()
+        await until(lambda: cluster.dispatcher.running == 0, "the router forgot it")
+        for worker in cluster.workers.values():
+            assert worker.commands["abort", "r"] == (1 if worker.worker_id in told else 0), worker.worker_id
+        assert not await cluster.client.cancel("r")
+        # Nothing is broken: the next request runs.
+        gate.opened.set()
+        assert (await cluster.client.complete([1], Sampling(max_tokens=5))).finish_reason == "length"
+
+
+@pytest.mark.parametrize("how", ["rpc", "disconnect", "deadline"])
+async def test_an_end_from_outside_while_queued(model: Path, how: str) -> None:
+    async with NullCluster(model, pair(), max_queued_prefill_tokens=1) as cluster:
+        gate = cluster["p0"].hook = Gate("prefill", only="first")
+        first = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=3), request_id="first"))
+        await gate.reached.wait()
+        timeout = 0.5 if how == "deadline" else None
+        task = asyncio.ensure_future(cluster.client.complete([2], request_id="r", timeout_s=timeout))
+        await until(lambda: cluster.dispatcher.queued == 1, "it waits")
+        if how == "rpc":
+            assert await cluster.client.cancel("r")
+            assert (await task).finish_reason == "cancelled"
+        elif how == "disconnect":
+            task.cancel()
+        else:
+            with pytest.raises(DeadlineExceeded):
+                await task
+        await until(lambda: cluster.dispatcher.queued == 0, "it is gone")
+        gate.opened.set()
+        assert (await first).finish_reason == "length"
+        assert not any(request_id == "r" for w in cluster.workers.values() for _, request_id in w.commands)
+
+
+async def test_a_slow_reader_pauses_only_itself(model: Path) -> None:
+    async with (
+        NullCluster(model, pair(), token_window=8) as cluster,
+        AsyncClient(cluster.router.address, read_ahead_bytes=1024) as slow_client,
+    ):
+        decode = cluster["d0"]
+        async with aclosing(slow_client.generate([1, 2], Sampling(max_tokens=1500), request_id="slow")) as events:
+            first = await anext(events)
+
+            def paused() -> bool:
+                return any(job.key.request_id == "slow" and job.window <= 0 for job in decode.held.values())
+
+            await until(paused, "the slow request is paused")
+            credit = decode.commands["credit", "slow"]
+            fast = await cluster.client.complete([3], Sampling(max_tokens=300), request_id="fast")
+            assert fast.token_ids == expected([3], 300)
+            assert paused()
+            assert decode.commands["credit", "slow"] == credit
+            tokens = list(first.token_ids)
+            async for event in events:
+                tokens.extend(event.token_ids)
+        assert tokens == list(expected([1, 2], 1500))
+        await cluster.empty()
+
+
+async def test_a_client_that_takes_nothing_is_cancelled(model: Path) -> None:
+    async with (
+        NullCluster(model, pair(), token_window=8, client_stall_timeout_s=0.4) as cluster,
+        AsyncClient(cluster.router.address, read_ahead_bytes=1024) as slow_client,
+    ):
+        async with aclosing(slow_client.generate([1, 2], Sampling(max_tokens=1500), request_id="slow")) as events:
+            await anext(events)
+            await until(lambda: cluster["d0"].commands["abort", "slow"] == 1, "the worker is told")
+            await cluster.empty()
+            await until(lambda: cluster.dispatcher.running == 0, "the router forgot it")
+        # A request whose worker is slow is not a stalled client.
+        cluster["d0"].hook = gate = Gate("token", index=1)
+        task = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=3)))
+        await gate.reached.wait()
+        await asyncio.sleep(1.0)
+        gate.opened.set()
+        assert (await task).finish_reason == "length"

@@ -1,0 +1,323 @@
+"""The pure parts of KV transfer, by example and by property; `test_kv_exhaustive` has the interleavings."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kv_transfer.assembly import FrameAssembler
+from kv_transfer.manifest import Coverage, FrameSpan, TicketRef
+from kv_transfer.messages import Piece
+from kv_transfer.planning import Computing, FramePlanner
+from kv_transfer.receiving import CommitTicket, ConfirmCommit, RefuseTicket, ReleaseTicket
+from kv_transfer.session import (
+    AbortSend,
+    Acked,
+    CommitConfirmed,
+    Computed,
+    Disconnected,
+    FailureKind,
+    Finish,
+    FrameDropped,
+    FrameSent,
+    Nacked,
+    Refused,
+    SendAbort,
+    SendDone,
+    SendManifest,
+    SendPlan,
+    SendSession,
+    Tick,
+)
+from kv_transfer.tickets import TicketTable
+from pdcore.errors import FrameError, TicketError
+from pdcore.types import RequestKey
+
+KEY = RequestKey("r", 0)
+REF = TicketRef(0, 1)
+
+
+def session_of(*, layers: int = 2, tokens: int = 4, retries: int = 1, frame_tokens: int = 4) -> SendSession:
+    return SendSession(
+        SendPlan(
+            key=KEY,
+            ref=REF,
+            num_layers=layers,
+            token_start=0,
+            token_end=tokens,
+            frame_tokens=frame_tokens,
+            frame_bytes=1,
+            layer_token_bytes=1,
+            max_frame_retries=retries,
+            timeout_s=5.0,
+        )
+    )
+
+
+def send_all(session: SendSession, now: float = 0.0) -> list[object]:
+    effects: list[object] = []
+    while (task := session.take_frame()) is not None:
+        effects += session.on_event(FrameSent(task.frame_index, (task.frame_index,), 10), now)
+    return effects
+
+
+# --- planner -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_frames_tile_the_sequence_whatever_the_chunks(data: st.DataObject) -> None:
+    layers = data.draw(st.integers(1, 7), "layers")
+    start = data.draw(st.integers(0, 5), "prefix")
+    end = start + data.draw(st.integers(1, 60), "tokens")
+    planner = FramePlanner(
+        num_layers=layers,
+        token_start=start,
+        token_end=end,
+        frame_tokens=data.draw(st.integers(1, 20), "frame tokens"),
+        group_bytes=data.draw(st.integers(1, 100), "group bytes"),
+        layer_token_bytes=data.draw(st.integers(1, 5), "layer token bytes"),
+    )
+    coverage = Coverage(layers, start, end)
+    ready = [start] * layers
+
+    def take(some: bool) -> None:
+        while (span := planner.next_span()) is not None and not (some and data.draw(st.booleans(), "stop")):
+            assert span.token_count <= planner.frame_tokens
+            for layer in range(span.layer_start, span.layer_start + span.layer_count):
+                assert span.token_start + span.token_count <= ready[layer], "taken before it was ready"
+            assert span.layer_count == 1 or (
+                span.layer_count * span.token_count * planner.layer_token_bytes <= planner.group_bytes
+            )
+            assert coverage.add(span), "two frames overlap"
+            planner.take(span)
+
+    step, done = 0, start
+    while done < end:
+        step += 1
+        upto = min(end, done + data.draw(st.integers(1, 30), "chunk"))
+        planner.computing(Computing(done, upto, step))
+        for layer in range(data.draw(st.integers(0, layers), "layers seen")):
+            ready[layer] = upto
+            planner.layers_done(step, layer + 1)
+            take(some=True)
+        planner.layers_done(step + 1, layers)  # of a step that does not run: no news
+        ready = [upto] * layers
+        planner.computed_to(upto)
+        take(some=True)
+        done = upto
+    take(some=False)
+    assert planner.exhausted
+    assert coverage.complete
+
+
+def test_a_group_waits_until_it_is_full() -> None:
+    planner = FramePlanner(4, 0, 8, frame_tokens=8, group_bytes=16, layer_token_bytes=1)
+    planner.computing(Computing(0, 8, 1))
+    planner.layers_done(1, 1)
+    assert planner.next_span() is None
+    planner.layers_done(1, 3)
+    span = planner.next_span()
+    assert span == FrameSpan(0, 2, 0, 8)
+    planner.take(span)
+    assert planner.next_span() is None, "layer 2 waits for layer 3"
+    planner.computed_to(8)
+    assert planner.next_span() == FrameSpan(2, 2, 0, 8)
+
+
+def test_a_chunk_behind_a_gap_is_not_ready() -> None:
+    planner = FramePlanner(1, 0, 8, frame_tokens=8, group_bytes=1, layer_token_bytes=1)
+    planner.computing(Computing(4, 8, 1))
+    planner.layers_done(1, 1)
+    assert planner.watched_step is None
+    assert planner.next_span() is None
+    planner.computed_to(4)
+    assert planner.watched_step == 1
+
+
+# --- sender --------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_follows_the_last_frame_without_waiting() -> None:
+    session = session_of()
+    assert session.on_event(Finish(7), 0.0) == ()
+    effects = send_all(session)
+    assert len(effects) == 1
+    manifest = effects[0]
+    assert isinstance(manifest, SendManifest)
+    assert manifest.manifest.num_frames == 2
+    assert manifest.manifest.digest == zlib.crc32(bytes([0, 0, 0, 0, 1, 0, 0, 0]))
+    assert session.on_event(CommitConfirmed(), 0.0) == (SendDone(None),)
+    assert session.on_event(Refused("late"), 0.0) == ()
+
+
+def test_a_nacked_frame_goes_again_even_behind_the_manifest() -> None:
+    session = session_of(retries=1)
+    session.on_event(Finish(7), 0.0)
+    send_all(session)
+    session.on_event(Nacked(1, True, "crc"), 0.0)
+    task = session.take_frame()
+    assert task is not None
+    assert (task.frame_index, task.attempt) == (1, 1)
+    assert session.on_event(FrameSent(1, (1,), 10), 0.0) == (), "no second manifest"
+    effects = session.on_event(Nacked(1, True, "crc"), 0.0)
+    assert [type(effect) for effect in effects] == [SendAbort, SendDone]
+    assert session.failure is not None
+    assert session.failure.kind is FailureKind.FRAME
+
+
+def test_a_frame_that_reads_differently_the_second_time_fails() -> None:
+    session = session_of()
+    session.on_event(Finish(7), 0.0)
+    send_all(session)
+    session.on_event(Nacked(0, True, "crc"), 0.0)
+    session.take_frame()
+    effects = session.on_event(FrameSent(0, (99,), 10), 0.0)
+    assert isinstance(effects[-1], SendDone)
+    assert effects[-1].failure is not None
+
+
+@pytest.mark.parametrize("event", [AbortSend("x"), Refused("x"), Disconnected("x"), Nacked(0, False, "x")])
+def test_done_waits_for_the_gather_in_flight(event: object) -> None:
+    session = session_of()
+    session.on_event(Finish(7), 0.0)
+    first = session.take_frame()
+    assert first is not None
+    session.on_event(FrameSent(0, (0,), 10), 0.0)
+    second = session.take_frame()
+    assert second is not None
+    effects = session.on_event(event, 0.0)  # type: ignore[arg-type]
+    told = [SendAbort] if isinstance(event, AbortSend | Nacked) else []
+    assert [type(effect) for effect in effects] == told
+    assert session.take_frame() is None
+    (done,) = session.on_event(FrameDropped(second.frame_index, ""), 0.0)
+    assert isinstance(done, SendDone)
+    assert done.failure is not None
+
+
+def test_the_clock_runs_only_while_the_receiver_is_waited_for() -> None:
+    session = session_of()
+    assert session.deadline() is None
+    assert session.on_event(Tick(), 1000.0) == ()
+    session.on_event(Computed(2), 1000.0)
+    assert session.deadline() == 1005.0
+    send_all(session, now=1001.0)
+    assert session.deadline() == 1006.0
+    session.on_event(Acked(0), 1002.0)
+    session.on_event(Acked(1), 1003.0)
+    assert session.deadline() is None, "the prefill computes"
+    session.on_event(Finish(7), 2000.0)
+    send_all(session, now=2000.0)
+    session.on_event(Acked(2), 2001.0)
+    session.on_event(Acked(3), 2001.0)
+    assert session.deadline() == 2006.0, "the commit is waited for"
+    assert session.on_event(Tick(), 2005.9) == ()
+    effects = session.on_event(Tick(), 2006.0)
+    assert isinstance(effects[-1], SendDone)
+    assert effects[-1].failure is not None
+    assert effects[-1].failure.kind is FailureKind.TIMEOUT
+
+
+# --- coverage and the table ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        FrameSpan(0, 1, 3, 2),
+        FrameSpan(0, 3, 4, 1),
+        FrameSpan(2, 1, 4, 1),
+        FrameSpan(0, 1, 8, 3),
+        FrameSpan(0, 1, 10, 1),
+        FrameSpan(0, 0, 4, 1),
+        FrameSpan(0, 1, 4, 0),
+        FrameSpan(-1, 1, 4, 1),
+        FrameSpan(0, 2, 5, 1),
+    ],
+)
+def test_coverage_refuses_what_is_outside_or_covered(span: FrameSpan) -> None:
+    coverage = Coverage(2, 4, 10)
+    assert coverage.add(FrameSpan(1, 1, 5, 2))
+    before = coverage.snapshot()
+    assert not coverage.add(span)
+    assert coverage.snapshot() == before
+
+
+def test_the_table_answers_what_comes_late() -> None:
+    table = TicketTable()
+
+    def grant(name: str) -> TicketRef:
+        return table.grant(
+            key=RequestKey(name, 0),
+            router_id="router",
+            num_layers=1,
+            token_start=0,
+            token_end=1,
+            lease_s=10.0,
+            now=0.0,
+        )
+
+    first = grant("r")
+    with pytest.raises(TicketError):
+        grant("r")
+    session = session_of(layers=1, tokens=1)
+    session.on_event(Finish(7), 0.0)
+    (manifest,) = (effect.manifest for effect in send_all(session) if isinstance(effect, SendManifest))
+    assert manifest.ref == first
+    assert table.manifest_arrived(manifest, 1, 0.0) == (), "it waits for its frame"
+    assert table.frame_begins(first, 1, 0.0)
+    table.frame_offered(first, 0, stream=1, wire_bytes=10, first_byte_at=0.0, now=0.0)
+    assert not table.frame_begins(first, 2, 0.0), "another stream"
+    table.frame_verified(first, 0, FrameSpan(0, 1, 0, 1), (0,), (("raw", 1),))
+    effects = table.frame_scattered(first, 0)
+    assert isinstance(effects[-1], CommitTicket)
+    assert table.release(KEY, "while it commits") == ()
+    assert table.commit_done(first, True) == (ConfirmCommit(1, first),)
+    assert table.manifest_arrived(manifest, 1, 0.0) == (ConfirmCommit(1, first),)
+    assert table.release(KEY, "too late") == ()
+    second = grant("b")
+    assert (second.ticket_id, second.generation) == (first.ticket_id, first.generation + 1)
+    assert isinstance(table.manifest_arrived(manifest, 1, 0.0)[0], ConfirmCommit)
+    assert table.tick(9.9) == ()
+    assert [type(effect) for effect in table.tick(10.0)] == [ReleaseTicket]
+    (refusal,) = table.manifest_arrived(manifest, 1, 0.0)
+    assert isinstance(refusal, RefuseTicket)
+    assert "stale" in refusal.reason
+    table.check_integrity()
+
+
+# --- assembly ------------------------------------------------------------------------------------------------------
+
+
+def pieces(data: bytes, cuts: Iterable[int]) -> list[Piece]:
+    bounds = sorted({0, len(data), *(cut % len(data) for cut in cuts)})
+    return [Piece(REF, 4, 0, start, len(data), data[start:end]) for start, end in pairwise(bounds)]
+
+
+@given(st.binary(min_size=256, max_size=900), st.lists(st.integers(0, 900), max_size=5), st.booleans())
+def test_pieces_make_the_frame(data: bytes, cuts: list[int], wanted: bool) -> None:
+    assembler = FrameAssembler(lambda ref: 900 if wanted else 0, lambda: 900)
+    *rest, last = pieces(data, cuts)
+    assert all(assembler.add(piece, 1.0) is None for piece in rest)
+    frame = assembler.add(last, 2.0)
+    assert frame is not None
+    assert frame.total == len(data)
+    assert frame.first_byte_at == (1.0 if rest else 2.0)
+    assert frame.data is None or bytes(frame.data) == data
+    assert (frame.data is not None) == wanted
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 400), st.integers(0, 700), st.binary(max_size=300))))
+def test_pieces_of_any_kind_never_exceed_the_credit(stream: list[tuple[int, int, int, bytes]]) -> None:
+    assembler = FrameAssembler(lambda ref: 600, lambda: 500)
+    try:
+        for index, offset, total, data in stream:
+            frame = assembler.add(Piece(REF, index, 0, offset, total, data), 0.0)
+            assert frame is None or frame.total <= 500
+    except FrameError:
+        pass
