@@ -15,7 +15,7 @@ STAMP := $(VENV)/.made-from-$(shell cat pyproject.toml constraints.txt | cksum |
 # gpu tests want a device; the rest of the suite runs everywhere.
 PYTEST_ARGS ?= $(if $(shell command -v nvidia-smi),,-m "not gpu")
 
-PROTOC = $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
+PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
 
 .PHONY: help env demo test check protos clean

@@ -113,8 +113,12 @@ class ClusterController:
         return self._membership.members()
 
     async def drain(self) -> bool:
-        """Take nothing new, let running requests finish. False if some did not within ``drain_timeout_s``."""
+        """Take nothing new, let running requests finish. False if some did not within ``drain_timeout_s``.
+
+        The bound is for all of it: whoever told us to end may not wait any longer.
+        """
         timeout_s = self.config.drain_timeout_s
+        started = time.monotonic()
         drained = True
         if self._router is not None:
             self._report(f"draining: running requests get {timeout_s:g} s")
@@ -122,7 +126,10 @@ class ClusterController:
             if not drained:
                 self._report("some requests did not finish in time and are cut off")
         if self._pools is not None:
-            drained = await self._pools.drain(timeout_s if drained else 0.0) and drained
+            left_s = max(0.0, timeout_s - (time.monotonic() - started)) if drained else 0.0
+            drained = await self._pools.drain(left_s) and drained
+        if drained:
+            self._report(f"drained ({time.monotonic() - started:.1f} s)")
         return drained
 
     async def stop(self) -> None:

@@ -221,15 +221,15 @@ class KvReceiver:
         deadline = self._clock.now() + timeout_s
         for thread in self._workers:
             thread.join(max(0.0, deadline - self._clock.now()))
-        self._refuse_commits()
+        self._drain_jobs()
         # Last, so that it calls on_release for tickets whose last scatter has just ended.
         self._stopped.set()
         with self._housekeeping:
             self._housekeeping.notify_all()
         self._housekeeper.join(max(0.0, deadline - self._clock.now()))
 
-    def _refuse_commits(self) -> None:
-        """Commits that came behind the receive threads' last job."""
+    def _drain_jobs(self) -> None:
+        """What is left if a receive thread did not stop in time: no frame stays counted, no ticket without its end."""
         while True:
             try:
                 job = self._jobs.get_nowait()
@@ -239,6 +239,8 @@ class KvReceiver:
                 with self._lock:
                     effects = self._table.commit_done(job.ref, False)
                 self._perform(effects)
+            elif job is not None:
+                self._perform((RejectFrame(False, "the receiver is closing"),), job)
 
     # --- streams --------------------------------------------------------------------------------------------------
 
@@ -282,17 +284,21 @@ class KvReceiver:
     def frame_arrived(self, stream: InboundStream, frame: AssembledFrame) -> None:
         """A whole frame is here: count it, and let a receive thread look at it."""
         with self._lock:
+            if self._closing:
+                return  # the stream ends, and with it its credit
             stream.outstanding += frame.total
             counters = self._counters
             counters.buffered_bytes += frame.total
             counters.peak_buffered_bytes = max(counters.peak_buffered_bytes, counters.buffered_bytes)
             counters.peak_stream_bytes = max(counters.peak_stream_bytes, stream.outstanding)
-        self._jobs.put(FrameJob(stream, frame.ref, frame.frame_index, frame.total, frame))
+            # Under the lock, so that what was counted lies before the marks by which `close` stops the threads.
+            self._jobs.put(FrameJob(stream, frame.ref, frame.frame_index, frame.total, frame))
 
     def manifest_arrived(self, stream: InboundStream, manifest: Manifest) -> None:
         """The sender of a ticket says that it is complete."""
         with self._lock:
             effects = self._table.manifest_arrived(manifest, stream.number, self._clock.now())
+            self._queue_commits(effects)
         self._perform(effects)
 
     def abort_arrived(self, stream: InboundStream, abort: Abort) -> None:
@@ -372,6 +378,7 @@ class KvReceiver:
         with self._lock:
             self._counters.frames += 1
             effects = self._table.frame_scattered(job.ref, job.frame_index)
+            self._queue_commits(effects)
         self._perform(effects, job)
 
     def _frame_bad(self, job: FrameJob, error: FrameError, retryable: bool) -> None:
@@ -413,7 +420,10 @@ class KvReceiver:
     # --- effects --------------------------------------------------------------------------------------------------
 
     def _perform(self, effects: tuple[TicketEffect, ...], job: FrameJob | None = None) -> None:
-        """Carry out what the table said. `job`: the frame that `AckFrame` and `RejectFrame` speak of."""
+        """Carry out what the table said, commits aside: they are queued under the lock (`_queue_commits`).
+
+        `job`: the frame that `AckFrame` and `RejectFrame` speak of.
+        """
         for effect in effects:
             match effect:
                 case AckFrame():
@@ -424,8 +434,6 @@ class KvReceiver:
                     assert job is not None
                     self._free(job, rejected=True)
                     job.stream.push.reply(FrameNack(job.ref, job.frame_index, job.total, retryable, reason))
-                case CommitTicket():
-                    self._jobs.put(effect)
                 case ConfirmCommit(number, ref):
                     self._tell(number, Committed(ref))
                 case RefuseTicket(number, ref, reason):
@@ -434,6 +442,12 @@ class KvReceiver:
                     with self._housekeeping:
                         self._releases.append(effect)
                         self._housekeeping.notify_all()
+
+    def _queue_commits(self, effects: tuple[TicketEffect, ...]) -> None:
+        """Give `CommitTicket` effects to the receive threads; under the lock, as frames are."""
+        for effect in effects:
+            if isinstance(effect, CommitTicket):
+                self._jobs.put(effect)
 
     def _free(self, job: FrameJob, rejected: bool) -> None:
         """The frame's memory goes before its credit does."""

@@ -200,7 +200,8 @@ class RouterConfig:
         controller: ``host:port`` of the membership service.
         max_queue: requests waiting for a worker at most; more are shed.
         token_window: tokens per request on their way to a client that has not taken them.
-        max_queued_prefill_tokens: prompt tokens that one worker may hold queued (about two steps).
+        max_queued_prefill_tokens: prompt tokens that one worker may hold queued (about two steps), its longest
+            prompt not counted.
         max_running_per_worker: requests on one decode worker at most.
         max_replays: how often a request is run again after worker deaths.
         client_stall_timeout_s: seconds without the client taking a token until it is cancelled.

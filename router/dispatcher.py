@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, KeysView, Sequence
-from dataclasses import dataclass, field
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
@@ -23,6 +21,7 @@ from pdcore.types import FinishReason
 from protos import kv_pb2, worker_pb2
 from protos.convert import spec_to_proto, stats_from_proto
 from router import tracker as effects_of
+from router.active import ActiveRequest, Counters, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
 from router.policy import PolicyLimits, Route, RouteRequest, choose
 from router.stream import Chunk, RequestStream, Terminal
@@ -56,38 +55,10 @@ _FAILURES = {
 }
 
 
-@dataclass(slots=True)
-class Counters:
-    """Since the start: requests that ended well or were cancelled, that ended with an error, and replays."""
-
-    finished: int = 0
-    failed: int = 0
-    replays: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Active:
-    """A request that has not ended.
-
-    Attributes:
-        refused: workers that had no room, and until when they are not asked again.
-        avoid: the worker of the last failure. refusals: in a row.
-    """
-
-    tracker: RequestTracker
-    stream: RequestStream
-    entry: QueueEntry
-    deadline: asyncio.TimerHandle | None = None
-    refused: dict[str, float] = field(default_factory=dict)
-    avoid: frozenset[str] = frozenset()
-    refusals: int = 0
-    local_only: bool = False
-
-
 class RunningRequest:
     """A client call's handle on its request."""
 
-    def __init__(self, dispatcher: Dispatcher, active: _Active) -> None:
+    def __init__(self, dispatcher: Dispatcher, active: ActiveRequest) -> None:
         self._dispatcher = dispatcher
         self._active = active
 
@@ -136,7 +107,7 @@ class Dispatcher:
         self._no_route_grace_s = no_route_grace_s
         self._limits = PolicyLimits(config.max_queued_prefill_tokens)
         self._queue = AdmissionQueue(config.max_queue)
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, ActiveRequest] = {}
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
         self._pump_timer: asyncio.TimerHandle | None = None
         self._wake_timer: asyncio.TimerHandle | None = None
@@ -190,13 +161,13 @@ class Dispatcher:
             now=now,
             last_attempt=self._last_attempts.get(request.request_id, 0),
         )
-        active = _Active(tracker, stream, admitted.entry)
+        active = ActiveRequest(tracker, stream, admitted.entry)
         if deadline is not None:
             loop = asyncio.get_running_loop()
             active.deadline = loop.call_later(max(0.0, deadline - now), self._deadline_passed, active)
         self._active[request.request_id] = active
         self._idle.clear()
-        self._log(
+        log_event(
             logging.INFO,
             "request admitted",
             active,
@@ -216,14 +187,14 @@ class Dispatcher:
         self.cancel_active(active)
         return True
 
-    def cancel_active(self, active: _Active) -> None:
+    def cancel_active(self, active: ActiveRequest) -> None:
         self.perform(active, active.tracker.cancel(self._clock.now()))
 
-    def _deadline_passed(self, active: _Active) -> None:
+    def _deadline_passed(self, active: ActiveRequest) -> None:
         state = active.tracker.state.value
         self._abandon(active, DeadlineExceeded(f"the deadline passed while the request was {state}"))
 
-    def _abandon(self, active: _Active, error: RequestError) -> None:
+    def _abandon(self, active: ActiveRequest, error: RequestError) -> None:
         self.perform(active, active.tracker.abandon(error, self._clock.now()))
 
     # -- the end of serving --------------------------------------------------------------------------------------
@@ -348,7 +319,7 @@ class Dispatcher:
 
     # -- effects -------------------------------------------------------------------------------------------------
 
-    def perform(self, active: _Active, effects: Sequence[Effect], ticket: kv_pb2.Ticket | None = None) -> None:
+    def perform(self, active: ActiveRequest, effects: Sequence[Effect], ticket: kv_pb2.Ticket | None = None) -> None:
         """Carry out what a tracker decided, in order. `ticket` belongs to a SendPrefill among the effects."""
         for effect in effects:
             try:
@@ -356,7 +327,7 @@ class Dispatcher:
             except Exception as error:  # noqa: BLE001  # one request's bug must not take others with it
                 self._bug(active, error)
 
-    def _perform(self, active: _Active, effect: Effect, ticket: kv_pb2.Ticket | None) -> None:
+    def _perform(self, active: ActiveRequest, effect: Effect, ticket: kv_pb2.Ticket | None) -> None:
         match effect:
             case effects_of.SendCredit(worker_id, key, tokens):
                 credit = worker_pb2.Credit(request_id=key.request_id, attempt=key.attempt, tokens=tokens)
@@ -383,7 +354,7 @@ class Dispatcher:
             case effects_of.Ended(outcome):
                 self._ended(active, outcome)
 
-    def _requeue(self, active: _Active, effect: effects_of.Requeue) -> None:
+    def _requeue(self, active: ActiveRequest, effect: effects_of.Requeue) -> None:
         now = self._clock.now()
         not_before = now
         if effect.counted:
@@ -398,7 +369,7 @@ class Dispatcher:
         else:
             active.refusals += 1
             not_before += 0.0 if active.refusals == 1 else _backoff(active.refusals)
-        self._log(
+        log_event(
             logging.WARNING if effect.counted else logging.DEBUG,
             "request is run again" if effect.counted else "request was refused",
             active,
@@ -410,7 +381,7 @@ class Dispatcher:
         self._queue.put_back(active.entry, not_before)
         self._pump_soon()
 
-    def _ended(self, active: _Active, outcome: effects_of.Outcome) -> None:
+    def _ended(self, active: ActiveRequest, outcome: effects_of.Outcome) -> None:
         tracker = active.tracker
         self._queue.remove(tracker.request_id)
         if active.deadline is not None:
@@ -424,7 +395,7 @@ class Dispatcher:
         else:
             self.counters.failed += 1
         timeline = tracker.timeline
-        self._log(
+        log_event(
             logging.INFO,
             "request ended",
             active,
@@ -442,7 +413,7 @@ class Dispatcher:
         if self._queue:
             self._pump_soon()
 
-    def _bug(self, active: _Active, error: Exception) -> None:
+    def _bug(self, active: ActiveRequest, error: Exception) -> None:
         request_id = active.tracker.request_id
         logger.error("internal error in request %s", request_id, exc_info=error, extra={"request_id": request_id})
         if active.tracker.state is not RequestState.ENDED:
@@ -472,7 +443,7 @@ class Dispatcher:
             self._start(self._active[started.entry.request_id], started.route, now)
         self._arm_wake(now)
 
-    def _route_request(self, active: _Active, now: float) -> RouteRequest:
+    def _route_request(self, active: ActiveRequest, now: float) -> RouteRequest:
         tracker = active.tracker
         return RouteRequest(
             prompt_tokens=tracker.prompt_tokens,
@@ -482,7 +453,7 @@ class Dispatcher:
             avoid=active.avoid,
         )
 
-    def _start(self, active: _Active, route: Route, now: float) -> None:
+    def _start(self, active: ActiveRequest, route: Route, now: float) -> None:
         tracker = active.tracker
         effects = tracker.dispatch(route, now)
         tokens = tracker.prompt_tokens
@@ -529,16 +500,6 @@ class Dispatcher:
         for request_id in self._queue.waiting():
             self._abandon(self._active[request_id], Unavailable("no decode or aggregated worker is connected"))
         self._arm_give_up()
-
-    @staticmethod
-    def _log(level: int, event: str, active: _Active, **fields: object) -> None:
-        """One line per event: ``event key=value ...``; never prompts or outputs."""
-        if not logger.isEnabledFor(level):
-            return
-        request_id = active.tracker.request_id
-        shown = {"request_id": request_id, **{key: value for key, value in fields.items() if value != ""}}
-        line = " ".join(f"{key}={json.dumps(value, default=str)}" for key, value in shown.items())
-        logger.log(level, "%s %s", event, line, extra=shown)
 
 
 def _failure_kind(failure: worker_pb2.RequestFailed) -> FailureKind:

@@ -31,12 +31,14 @@ class InFlight:
 
     Attributes:
         requests: requests on it. prefill_tokens: prompt tokens sent to it, or planned, and not known to be computed.
+        longest_prefill: the largest share of one request in that.
         new_requests, new_prefill_tokens, new_blocks: the part sent after the worker's last report, which that report
             cannot contain.
     """
 
     requests: int = 0
     prefill_tokens: int = 0
+    longest_prefill: int = 0
     new_requests: int = 0
     new_prefill_tokens: int = 0
     new_blocks: int = 0
@@ -106,7 +108,7 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLimits:
-    """`max_queued_prefill_tokens`: prompt tokens that a worker may hold queued."""
+    """`max_queued_prefill_tokens`: prompt tokens that a worker may hold queued, its longest prompt not counted."""
 
     max_queued_prefill_tokens: int
 
@@ -206,9 +208,14 @@ def _least_decode(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> W
 
 
 def _can_prefill(request: RouteRequest, worker: WorkerSnapshot, limits: PolicyLimits) -> bool:
-    """A worker takes what keeps its queue within the limit, and when idle one request of any length."""
+    """All prompts on a worker but the longest stay within the limit.
+
+    So an idle worker takes a prompt of any length, a second long one waits here, and short ones need not wait behind
+    a long one: the worker's scheduler lets them pass.
+    """
     queued = worker.queued_prefill_tokens
-    return queued == 0 or queued + request.prompt_tokens <= limits.max_queued_prefill_tokens
+    longest = max(request.prompt_tokens, min(worker.mine.longest_prefill, queued))
+    return queued + request.prompt_tokens - longest <= limits.max_queued_prefill_tokens
 
 
 def _has_room(request: RouteRequest, worker: WorkerSnapshot) -> bool:

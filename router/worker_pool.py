@@ -70,6 +70,7 @@ class _Book:
         return InFlight(
             requests=len(self.assignments),
             prefill_tokens=self.prefill_tokens,
+            longest_prefill=max((held.prefill_tokens for held in self.assignments.values()), default=0),
             new_requests=self.new_requests,
             new_prefill_tokens=self.new_prefill_tokens,
             new_blocks=self.new_blocks,

@@ -54,7 +54,8 @@ def test_job_serves_and_drains_when_stopped(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "tiny")
     clone(tmp_path / "clone")
     report = tmp_path / "report.json"
-    command = f"exec {sys.executable} -m tests.support.ray_job {report} {model}"
+    # The shell stays: as process 1 of the namespace it collects orphans, which Ray would wait for otherwise.
+    command = f"{sys.executable} -m tests.support.ray_job {report} {model}; exit $?"
     done = subprocess.run(
         [*NAMESPACE, "bash", "-c", PREPARE + command],
         cwd=tmp_path / "clone", capture_output=True, text=True, timeout=360, check=False,
@@ -70,6 +71,6 @@ def test_job_serves_and_drains_when_stopped(tmp_path: Path) -> None:
     assert result["running_code"] == 0
     assert result["running"]["completion_tokens"] == 1200
     assert result["status"] == "STOPPED"
-    assert "draining" in result["logs"]
-    assert result["logs"].rstrip().endswith("stopped")
+    assert "\ndrained" in result["logs"], result["logs"]
+    assert result["logs"].rstrip().endswith("stopped"), result["logs"]
     assert result["actors_left"] == []

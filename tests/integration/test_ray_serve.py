@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import psutil
 import pytest
 
+from protos import admin_pb2, admin_pb2_grpc
 from tests.support.processes import REPOSITORY, eventually
 from tests.support.serve_process import ServeProcess
 from tests.support.tiny_model import tiny_llama
@@ -56,9 +58,13 @@ def generate(address: str, tokens: int) -> dict[str, object]:
     return data
 
 
-def workers(address: str) -> dict[str, dict[str, object]]:
-    status = json.loads(finish(client("status", "--json", "--address", address)))
-    return {item["worker"]["worker_id"]: item for item in status["workers"]}
+def status(address: str) -> admin_pb2.GetStatusReply:
+    with grpc.insecure_channel(address) as channel:
+        return admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+
+
+def workers(address: str) -> dict[str, admin_pb2.WorkerStatus]:
+    return {item.worker.worker_id: item for item in status(address).workers}
 
 
 def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> None:
@@ -71,20 +77,19 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     # The workers are Ray actors in processes of their own.
     before = workers(address)
     assert set(before) == {"prefill-0", "decode-0"}
-    pids = {item["worker"]["pid"] for item in before.values()}
+    pids = {item.worker.pid for item in before.values()}
     assert len(pids) == 2
     assert pids <= {process.pid for process in served.family()}
 
     # Ray starts a dead one again under its name, and it joins the cluster again.
-    os.kill(before["decode-0"]["worker"]["pid"], signal.SIGKILL)
+    os.kill(before["decode-0"].worker.pid, signal.SIGKILL)
     served.wait_for(r"decode-0 has died", 30)
     served.wait_for(r"decode-0 is back", 60)
-    eventually(
-        lambda: workers(address).get("decode-0", {}).get("connected"), 30, "the router's session with the new worker"
-    )
+    eventually(lambda: "decode-0" in workers(address), 30, "the new worker in the router's list")
+    eventually(lambda: workers(address)["decode-0"].connected, 30, "the router's session with the new worker")
     after = workers(address)
-    assert after["decode-0"]["worker"]["incarnation"] != before["decode-0"]["worker"]["incarnation"]
-    assert after["prefill-0"]["worker"]["incarnation"] == before["prefill-0"]["worker"]["incarnation"]
+    assert after["decode-0"].worker.incarnation != before["decode-0"].worker.incarnation
+    assert after["prefill-0"].worker.incarnation == before["prefill-0"].worker.incarnation
     again = generate(address, 20)
     assert again["token_ids"] == first["token_ids"]
 
@@ -94,11 +99,7 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
         "generate", "The tide", "--address", address, "--ignore-eos", "--max-tokens", "1200", "--json",
         "--request-id", "last",
     )  # fmt: skip
-    eventually(
-        lambda: json.loads(finish(client("status", "--json", "--address", address)))["running_requests"],
-        30,
-        "the request to run",
-    )
+    eventually(lambda: status(address).running_requests, 30, "the request to run")
     served.signal(signal.SIGTERM)
     served.wait_for("draining", 10)
     late = client("generate", "The tide", "--address", address)

@@ -13,8 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+import grpc
 import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
+
+from protos import admin_pb2, admin_pb2_grpc
 
 DASHBOARD = "http://127.0.0.1:8265"
 ADDRESS = "127.0.0.1:50051"
@@ -40,7 +43,7 @@ def main(report: Path, model: str) -> None:
     folders = working_folders()
     whole = json.loads(generate("20").communicate(timeout=60)[0])
     running = generate(str(TOKENS))
-    until(jobs, lambda: status()["running_requests"], 30)
+    until(jobs, running_requests, 30)
     jobs.stop_job(JOB)
     until(jobs, lambda: jobs.get_job_status(JOB) in (JobStatus.STOPPED, JobStatus.FAILED, JobStatus.SUCCEEDED), 90)
     report.write_text(
@@ -71,17 +74,16 @@ def generate(tokens: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def status() -> dict[str, object]:
-    done = run(sys.executable, "-m", "cluster", "status", "--json", "--address", ADDRESS)
-    data: dict[str, object] = json.loads(done)
-    return data
+def running_requests() -> int:
+    with grpc.insecure_channel(ADDRESS) as channel:
+        reply = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+    return int(reply.running_requests)
 
 
 def actor_processes() -> list[int]:
     """Worker actors of this namespace. Ray names a process after the actor in it."""
-    return [
-        process.pid for process in psutil.process_iter() if any("Actor" in word for word in process.cmdline()[:1])
-    ]
+    processes = psutil.process_iter(["cmdline"])
+    return [process.pid for process in processes if "Actor" in " ".join((process.info["cmdline"] or [])[:1])]
 
 
 def working_folders() -> list[str]:

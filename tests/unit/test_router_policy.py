@@ -86,7 +86,8 @@ def test_what_was_just_sent_counts_though_no_report_has_it() -> None:
 
 def test_a_report_that_crossed_a_request_hides_nothing() -> None:
     # The report came after the request was sent, but was made before it arrived: nothing is new, 900 tokens are mine.
-    assert no_route(RouteRequest(200), p(prefill_tokens=900, requests=1), d()).busy is True
+    mine = {"prefill_tokens": 1900, "longest_prefill": 950, "requests": 2}
+    assert no_route(RouteRequest(200), p(**mine), d()).busy is True
 
 
 def test_equals_take_turns() -> None:
@@ -98,9 +99,19 @@ def test_equals_take_turns() -> None:
 
 
 def test_prefill_queue_is_bounded_but_an_idle_worker_takes_any_length() -> None:
-    assert no_route(RouteRequest(600), p(queued=500), d()).busy is True
-    assert route(RouteRequest(524), p(queued=500), d()).prefill == "p0"
     assert route(RouteRequest(1500), p(), d()).prefill == "p0"
+    assert route(RouteRequest(1500), p(queued=1024), d()).prefill == "p0"
+    assert no_route(RouteRequest(1500), p(queued=1025), d()).busy is True
+
+
+def test_a_short_prompt_passes_a_long_one_and_a_second_long_one_waits() -> None:
+    long_one = {"queued": 10_000, "prefill_tokens": 10_000, "longest_prefill": 10_000, "requests": 1}
+    assert route(RouteRequest(50), p(**long_one), d()).prefill == "p0"
+    assert route(RouteRequest(1024), p(**long_one), d()).prefill == "p0"
+    assert no_route(RouteRequest(1025), p(**long_one), d()).busy is True
+    with_short_ones = long_one | {"queued": 11_000, "prefill_tokens": 11_000, "requests": 6}
+    assert route(RouteRequest(24), p(**with_short_ones), d()).prefill == "p0"
+    assert no_route(RouteRequest(25), p(**with_short_ones), d()).busy is True
 
 
 def test_a_full_decode_pool() -> None:
@@ -164,7 +175,7 @@ def test_a_route_always_fits(drawn: list[tuple[Role, int, int, int]], tokens: in
     assert decode.requests < decode.max_requests
     assert decode.requests == 0 or decode.free_blocks * decode.block_size > tokens
     starter = decode if chosen.prefill is None else pool[chosen.prefill]
-    assert starter.queued_prefill_tokens == 0 or starter.queued_prefill_tokens + tokens <= 1024
+    assert min(starter.queued_prefill_tokens, tokens) <= 1024  # one of them is the longest
     assert (chosen.prefill is None) == (chosen.mode is Mode.LOCAL)
     if chosen.prefill is not None:
         assert starter.role is Role.PREFILL

@@ -1,0 +1,54 @@
+"""A request that has not ended, as the dispatcher keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass, field
+
+from router.admission import QueueEntry
+from router.stream import RequestStream
+from router.tracker import RequestTracker
+
+logger = logging.getLogger("router.requests")
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start: requests that ended well or were cancelled, that ended with an error, and replays."""
+
+    finished: int = 0
+    failed: int = 0
+    replays: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that is waiting or running.
+
+    Attributes:
+        entry: its place in the queue, kept while it runs.
+        deadline: fires at the client's deadline; None without one.
+        refused: workers that had no room, and until when they are not asked again.
+        avoid: the worker of the last failure. refusals: so far.
+        local_only: disaggregation was found impossible.
+    """
+
+    tracker: RequestTracker
+    stream: RequestStream
+    entry: QueueEntry
+    deadline: asyncio.TimerHandle | None = None
+    refused: dict[str, float] = field(default_factory=dict)
+    avoid: frozenset[str] = frozenset()
+    refusals: int = 0
+    local_only: bool = False
+
+
+def log_event(level: int, event: str, active: ActiveRequest, **fields: object) -> None:
+    """One line per event, ``event key=value ...``, with the same fields on the record; never prompts or outputs."""
+    if not logger.isEnabledFor(level):
+        return
+    shown = {"request_id": active.tracker.request_id, **{k: v for k, v in fields.items() if v != ""}}
+    line = " ".join(f"{key}={json.dumps(value, default=str)}" for key, value in shown.items())
+    logger.log(level, "%s %s", event, line, extra=shown)
