@@ -56,7 +56,7 @@ def demo_rounds() -> list[list[DemoRequest]]:
     summarise = f"Summarise the following article in three sentences.\n\n{document}"
     return [
         [DemoRequest("chat", _input("chat.txt"), 64)],
-        [DemoRequest("document", summarise, 96), DemoRequest("code", _input("code.txt"), 96)],
+        [DemoRequest("document", summarise, 64), DemoRequest("code", _input("code.txt"), 80)],
     ]
 
 

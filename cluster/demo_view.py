@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.text import Text
 
@@ -29,7 +30,7 @@ class PanelView:
     def begin(self, requests: Sequence[DemoRequest]) -> None:
         self._texts = {request.name: "" for request in requests}
         for request in requests:
-            self._console.print(f"[bold]{request.name}[/]: {_opening(request.message)}", highlight=False)
+            self._console.print(f"[bold]{request.name}[/]: {escape(_opening(request.message))}", highlight=False)
         self._live = Live(self._panels(), console=self._console, refresh_per_second=15)
         self._live.start()
 

@@ -49,6 +49,8 @@ class RaySession:
             # A Ray for this process alone: nobody to tell about it, and nobody else to let in.
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+            # By default Ray lets everything else on the machine go before its workers. These are why it is here.
+            os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             if owned:
                 ray.init(

@@ -222,6 +222,9 @@ class KvReceiver:
         for thread in self._workers:
             thread.join(max(0.0, deadline - self._clock.now()))
         self._drain_jobs()
+        for thread in self._workers:
+            if thread.is_alive():
+                self._jobs.put(None)  # its mark went with the rest
         # Last, so that it calls on_release for tickets whose last scatter has just ended.
         self._stopped.set()
         with self._housekeeping:
@@ -229,7 +232,7 @@ class KvReceiver:
         self._housekeeper.join(max(0.0, deadline - self._clock.now()))
 
     def _drain_jobs(self) -> None:
-        """What is left if a receive thread did not stop in time: no frame stays counted, no ticket without its end."""
+        """What is left if a receive thread did not stop in time: every frame is let go, every ticket ends."""
         while True:
             try:
                 job = self._jobs.get_nowait()

@@ -69,7 +69,7 @@ async def _demo(settings: ClusterConfig, console: Console) -> list[Answer]:
     from cluster.demo_view import make_view
 
     def say(line: str) -> None:
-        console.print(f"[dim]{line}[/]", highlight=False)
+        console.print(line, style="dim", markup=False, highlight=False)
 
     signals = Signals()
     controller = ClusterController(settings, say, log_to_driver=False, on_ray=signals.listen)

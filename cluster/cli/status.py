@@ -9,6 +9,7 @@ import grpc
 import typer
 from google.protobuf import json_format
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call
@@ -89,5 +90,5 @@ def _worker_table(reply: admin_pb2.GetStatusReply) -> Table:
 
 def _state(item: admin_pb2.WorkerStatus) -> str:
     if not item.connected:
-        return f"not connected: {item.problem}" if item.problem else "not connected"
+        return f"not connected: {escape(item.problem)}" if item.problem else "not connected"
     return "draining" if item.state == membership_pb2.WORKER_STATE_DRAINING else "serving"

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.codecs.registry import CODECS
-from kv_transfer.frames import CODEC_IDS, HEADER_BYTES, FrameLimits, decode_header
+from kv_transfer.frames import CODEC_IDS, HEADER_BYTES, FrameHeader, FrameLimits, decode_header
 from kv_transfer.manifest import FrameSpan, TicketRef, frames_digest
 from kv_transfer.packing import TORCH_DTYPES, pack_frame, unpack_frame
 from pdcore.errors import FrameError
@@ -205,17 +205,44 @@ def mutate(frame: bytes, mutations: list[tuple[str, int, int]]) -> bytearray:
     return data
 
 
-def refused_or_equal(data: bytes, limits: FrameLimits, original: torch.Tensor) -> None:
+def refused_or_equal(data: bytes, limits: FrameLimits, original: torch.Tensor) -> FrameHeader | None:
+    """Decode: the frame is refused, or holds the original's bytes. Returns the header if it was accepted."""
+    header = None
+    values = None
     tracemalloc.start()
     try:
-        values = decode(data, limits)
+        header = decode_header(memoryview(data), limits)
+        values = unpack_frame(memoryview(data), header)
     except FrameError:
-        values = None
+        pass
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 1 << 20, f"{peak} bytes were allocated for a frame of {len(data)}"
-    assert values is None or torch.equal(values.reshape(-1).view(torch.uint8), original.reshape(-1).view(torch.uint8))
+    if values is None:
+        return None
+    assert torch.equal(values.reshape(-1).view(torch.uint8), original.reshape(-1).view(torch.uint8))
+    return header
+
+
+@pytest.mark.parametrize("codec", CODEC_IDS)
+def test_every_flipped_bit_is_noticed(codec: str) -> None:
+    """In the header, the gap and the payloads alike; only a zstd payload has bits that mean nothing."""
+    dtype = "float16" if codec == "bexp-zstd" else "float32"
+    frame, limits = PLAIN[codec, dtype], limits_of(dtype)
+    header = decode_header(memoryview(frame), limits)
+    original = decode(frame, limits)
+    payload = {at for s in header.sections for at in range(s.offset, s.offset + s.payload_bytes) if s.codec != "raw"}
+    for position in range(len(frame)):
+        for bit in range(8):
+            damaged = bytearray(frame)
+            damaged[position] ^= 1 << bit
+            try:
+                values = decode(bytes(damaged), limits)
+            except FrameError:
+                continue
+            assert position in payload, f"bit {bit} of byte {position} went unnoticed"
+            assert same_bytes(values, original)
 
 
 @settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -227,7 +254,10 @@ def test_fuzz_a_wire_that_errs(
     _, dtype = which
     original = values_of(SPAN, dtype).sign() if compressible else values_of(SPAN, dtype)
     frame = (PLAIN if compressible else FRAMES)[which]
-    refused_or_equal(bytes(mutate(frame, mutations)), limits_of(dtype), original)
+    limits = limits_of(dtype)
+    accepted = refused_or_equal(bytes(mutate(frame, mutations)), limits, original)
+    # Where the KV goes matters as much as what it is.
+    assert accepted is None or accepted == decode_header(memoryview(frame), limits)
 
 
 @settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow])

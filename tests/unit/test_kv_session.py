@@ -14,7 +14,7 @@ from kv_transfer.assembly import FrameAssembler
 from kv_transfer.manifest import Coverage, FrameSpan, TicketRef
 from kv_transfer.messages import Piece
 from kv_transfer.planning import Computing, FramePlanner
-from kv_transfer.receiving import CommitTicket, ConfirmCommit, RefuseTicket, ReleaseTicket
+from kv_transfer.receiving import CommitTicket, ConfirmCommit, RefuseTicket, RejectFrame, ReleaseTicket
 from kv_transfer.session import (
     AbortSend,
     Acked,
@@ -289,6 +289,19 @@ def test_the_table_answers_what_comes_late() -> None:
     assert isinstance(refusal, RefuseTicket)
     assert "stale" in refusal.reason
     table.check_integrity()
+
+
+def test_no_new_scatter_starts_once_a_ticket_is_ending() -> None:
+    table = TicketTable()
+    ref = table.grant(key=KEY, router_id="router", num_layers=2, token_start=0, token_end=1, lease_s=10.0, now=0.0)
+    for index in (0, 1):
+        table.frame_offered(ref, index, stream=1, wire_bytes=10, first_byte_at=0.0, now=0.0)
+    table.frame_verified(ref, 0, FrameSpan(0, 1, 0, 1), (0,), (("raw", 1),))
+    assert [type(effect) for effect in table.release(KEY, "gone")] == [RefuseTicket]
+    late = table.frame_verified(ref, 1, FrameSpan(1, 1, 0, 1), (1,), (("raw", 1),))
+    assert late == (RejectFrame(False, "gone"),)
+    assert [type(effect) for effect in table.frame_scattered(ref, 0)] == [RejectFrame, ReleaseTicket]
+    assert table.open_tickets == 0
 
 
 # --- assembly ------------------------------------------------------------------------------------------------------
