@@ -178,7 +178,11 @@ class WorkerPools:
     async def drain(self, timeout_s: float) -> bool:
         """Let every worker finish what it has, all at once. Deaths are no longer mended from here on."""
         await self._end_keepers()
-        return all(await asyncio.gather(*(worker.drain(timeout_s) for worker in self.workers)))
+        drained = await asyncio.gather(*(worker.drain(timeout_s) for worker in self.workers))
+        for worker, done in zip(self.workers, drained, strict=True):
+            if not done:
+                self._report(f"{worker.worker_id} still held work after {timeout_s:.1f} s")
+        return all(drained)
 
     async def stop(self) -> None:
         """End every worker. Idempotent."""

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from decode_worker.worker import DecodeWorker
-from worker.process import run
+from worker.openmp import share_cores
+
+
+def main() -> int:
+    share_cores()
+    from decode_worker.worker import DecodeWorker  # brings torch
+    from worker.process import run
+
+    return run(sys.argv[1:], DecodeWorker)
+
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], DecodeWorker))
+    sys.exit(main())

@@ -86,6 +86,10 @@ class StepProgress:
         self.step_id = 0
         self.layers_done = 0
 
+    def total(self, num_layers: int) -> int:
+        """Layers done since the start, about: grows with every layer of every step. For a sign of life."""
+        return self.step_id * num_layers + self.layers_done
+
     def layers_of(self, step_id: int) -> int:
         """Layers whose K and V of step `step_id` are in the cache, if that step is running; else 0."""
         if self.step_id != step_id:

@@ -191,6 +191,8 @@ class WorkerLoad:
         preemptions: sequences preempted.
         recomputed_tokens: prompt tokens computed again, by reason (``preempt``, ``rebuild``, ``replay``).
         step_ms: mean duration of the recent steps.
+        progress: grows while the engine's loop lives, within a long step too; a worker with work and without
+            progress is stuck.
     """
 
     step: int = 0
@@ -206,6 +208,7 @@ class WorkerLoad:
     preemptions: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
     step_ms: float = 0.0
+    progress: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from prefill_worker.worker import PrefillWorker
-from worker.process import run
+from worker.openmp import share_cores
+
+
+def main() -> int:
+    share_cores()
+    from prefill_worker.worker import PrefillWorker  # brings torch
+    from worker.process import run
+
+    return run(sys.argv[1:], PrefillWorker)
+
 
 if __name__ == "__main__":
-    sys.exit(run(sys.argv[1:], PrefillWorker))
+    sys.exit(main())

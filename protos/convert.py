@@ -164,6 +164,7 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         preemptions=load.preemptions,
         recomputed_tokens=load.recomputed_tokens,
         step_ms=load.step_ms,
+        progress=load.progress,
     )
 
 
@@ -182,6 +183,7 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         preemptions=message.preemptions,
         recomputed_tokens=dict(message.recomputed_tokens),
         step_ms=message.step_ms,
+        progress=message.progress,
     )
 
 

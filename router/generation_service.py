@@ -104,6 +104,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         try:
             await context.send_initial_metadata(((REQUEST_ID_METADATA, checked.request_id),))
             await self._stream(call, context)
+        except (grpc.aio.InternalError, grpc.aio.UsageError):
+            return  # a write failed: the client went away, and there is nobody to tell
         finally:
             running.cancel()
             self._calls.discard(call)
@@ -116,12 +118,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             if error is None or chunk.token_ids:
                 event = _event(running.request_id, chunk)
                 call.writing_since = self._clock.now()
-                try:
-                    await context.write(event)
-                except Exception:
-                    if not _is_over(context):
-                        raise
-                    return  # the client went away; there is nobody to tell
+                await context.write(event)
                 call.writing_since = None
                 running.took(len(chunk.token_ids))
             if error is not None:
@@ -190,11 +187,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         if limits is None:
             raise Unavailable("no decode or aggregated worker is connected")
         return limits
-
-
-def _is_over(context: grpc.aio.ServicerContext) -> bool:
-    """Whether the call has ended. A client that was killed leaves a call that is done but not "cancelled"."""
-    return bool(context.cancelled() or context.done())
 
 
 def _event(request_id: str, chunk: Chunk) -> generation_pb2.GenerateEvent:

@@ -92,6 +92,7 @@ class RouterServer:
             port = server.add_insecure_port(wanted)
         except RuntimeError as error:
             self._text_model.close()
+            await server.stop(None)
             raise ConfigError("router.grpc_port", wanted, "an address that can be listened on") from error
         await self._set_health(False)
         await server.start()

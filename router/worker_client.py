@@ -34,7 +34,7 @@ class RouterIdentity:
 
 @dataclass(frozen=True, slots=True)
 class SessionTiming:
-    """Seconds: between heartbeats, and of silence (or of work without a step) that count as death."""
+    """Seconds: between heartbeats, and of silence (or of work without progress) that count as death."""
 
     heartbeat_s: float
     dead_after_s: float
@@ -80,7 +80,7 @@ class WorkerClient:
 
     ::
 
-        CONNECTING --Welcome fits--> CONNECTED --stream ends | silence | work without steps--> LOST
+        CONNECTING --Welcome fits--> CONNECTED --stream ends | silence | work without progress-> LOST
             ^  |                                                                                |
             |  '- refused, unreachable: `problem` says why                                      |
             '----------------------------------- backoff ---------------------------------------'
@@ -279,7 +279,7 @@ class WorkerClient:
             case "report":
                 report = event.report
                 load = load_from_proto(report.load)
-                if load.step != self.load.step or not _should_step(load):
+                if load.progress != self.load.progress or not _has_work(load):
                     self._last_progress = now
                 self.load, self.load_at, self.draining = load, now, report.draining
                 self._listener.on_report(self, report)
@@ -321,19 +321,14 @@ class WorkerClient:
             if now - self.load_at > limit:
                 raise _SessionDead(f"silent for {limit} s")
             if now - self._last_progress > limit:
-                raise _SessionDead(f"work but no engine step for {limit} s")
+                raise _SessionDead(f"work but no progress for {limit} s")
             oldest = min(self._pending_reserves.values(), default=now)
             if now - oldest > limit:
                 raise _SessionDead(f"a reserve has had no reply for {limit} s")
 
 
-def _should_step(load: WorkerLoad) -> bool:
-    """Whether the engine must be making steps.
-
-    Waiting requests may rightly wait for blocks that paused sequences or unfinished sends hold; running ones, and
-    waiting ones beside an empty pool, have no excuse.
-    """
-    return load.running > 0 or (load.waiting > 0 and load.free_blocks == load.total_blocks)
+def _has_work(load: WorkerLoad) -> bool:
+    return load.running + load.waiting + load.paused > 0
 
 
 async def _status_of(call: grpc.aio.StreamStreamCall) -> PdserveError:

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from worker.openmp import share_cores
+
+# Before torch is imported: the reference computes beside worker processes on the same cores.
+share_cores()
+
 # No test may reach for a hub, whatever the machine allows.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -39,6 +39,7 @@ class EngineLoop:
         self._awake = False
         self._stopping = False
         self._failed_in_a_row = 0
+        self.looks = 0  # for work: grows while the loop lives, with or without any
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(
@@ -103,6 +104,7 @@ class EngineLoop:
             if self._stopping:
                 return False
             self._awake = False
+        self.looks += 1
         plan = self._engine.schedule()
         if plan is None:
             self._sleep()

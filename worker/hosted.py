@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pdcore.config import WorkerConfig
 from pdcore.errors import PdserveError
+from worker.openmp import share_cores
 from worker.process import Worker
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class HostedWorker:
         self, config: WorkerConfig, model: str, host: str | None, make_worker: Callable[[WorkerConfig], Worker]
     ) -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        share_cores()
         if not config.engine.threads:
             # Ray sets one OpenMP thread. Torch, not imported yet, takes every core that this process may use instead.
             os.environ.pop("OMP_NUM_THREADS", None)

@@ -149,7 +149,8 @@ class WorkerRuntime:
 
     def load(self) -> WorkerLoad:
         tickets, sends = self.handler.transfers()
-        return replace(self.engine.load(), open_tickets=tickets, open_sends=sends)
+        progress = self.loop.looks + self.runner.progress.total(self.runner.geometry.num_layers)
+        return replace(self.engine.load(), open_tickets=tickets, open_sends=sends, progress=progress)
 
     def _revoke(self, ticket_owner: str) -> None:
         self.handler.revoke(ticket_owner)

@@ -62,6 +62,7 @@ def test_job_serves_and_drains_when_stopped(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(report.read_text())
+    print(result["logs"])
     assert result["first"]["completion_tokens"] == 20
     assert result["first"]["kv"]["raw_bytes"] > 0
     # The code that ran is the uploaded copy, not an installed one.

@@ -242,10 +242,10 @@ async def test_invalid_on_the_worker_is_the_clients_error(model: Path) -> None:
 async def test_overload_sheds_with_a_hint(model: Path) -> None:
     async with NullCluster(model, pair(), max_queue=2, max_queued_prefill_tokens=1) as cluster:
         gate = cluster["p0"].hook = Gate("prefill")
-        running = [asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=2))) for _ in range(3)]
+        running = [asyncio.ensure_future(cluster.client.complete([1, 1], Sampling(max_tokens=2))) for _ in range(3)]
         await until(lambda: cluster.dispatcher.queued == 2, "two wait")
         with pytest.raises(Overloaded) as caught:
-            await cluster.client.complete([1], request_id="shed")
+            await cluster.client.complete([1, 1], request_id="shed")
         assert 0.5 <= caught.value.retry_after_s <= 30
         gate.opened.set()
         assert all(answer.finish_reason == "length" for answer in await asyncio.gather(*running))
@@ -255,12 +255,12 @@ async def test_overload_sheds_with_a_hint(model: Path) -> None:
 async def test_waiting_requests_start_in_class_order(model: Path) -> None:
     async with NullCluster(model, pair(), max_queued_prefill_tokens=1) as cluster:
         gate = cluster["p0"].hook = Gate("prefill")
-        answers = [asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=2), request_id="first"))]
+        answers = [asyncio.ensure_future(cluster.client.complete([1, 1], Sampling(max_tokens=2), request_id="first"))]
         await gate.reached.wait()
         for waiting, name in enumerate(["batch", "standard", "interactive"], start=1):
             answers.append(
                 asyncio.ensure_future(
-                    cluster.client.complete([1], Sampling(max_tokens=2), request_id=name, priority=name)
+                    cluster.client.complete([1, 1], Sampling(max_tokens=2), request_id=name, priority=name)
                 )
             )
             await until(lambda count=waiting: cluster.dispatcher.queued == count, "it waits")
@@ -425,10 +425,10 @@ async def test_an_end_from_outside_frees_every_worker_once(model: Path, state: s
 async def test_an_end_from_outside_while_queued(model: Path, how: str) -> None:
     async with NullCluster(model, pair(), max_queued_prefill_tokens=1) as cluster:
         gate = cluster["p0"].hook = Gate("prefill", only="first")
-        first = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=3), request_id="first"))
+        first = asyncio.ensure_future(cluster.client.complete([1, 1], Sampling(max_tokens=3), request_id="first"))
         await gate.reached.wait()
         timeout = 0.5 if how == "deadline" else None
-        task = asyncio.ensure_future(cluster.client.complete([2], request_id="r", timeout_s=timeout))
+        task = asyncio.ensure_future(cluster.client.complete([2, 2], request_id="r", timeout_s=timeout))
         await until(lambda: cluster.dispatcher.queued == 1, "it waits")
         if how == "rpc":
             assert await cluster.client.cancel("r")
@@ -456,8 +456,11 @@ async def test_a_slow_reader_pauses_only_itself(model: Path) -> None:
             def paused() -> bool:
                 return any(job.key.request_id == "slow" and job.window <= 0 for job in decode.held.values())
 
-            await until(paused, "the slow request is paused")
-            credit = decode.commands["credit", "slow"]
+            # For good: it also pauses for a moment whenever credit is on its way.
+            credit = -1
+            while not paused() or credit != decode.commands["credit", "slow"]:
+                credit = decode.commands["credit", "slow"]
+                await asyncio.sleep(0.2)
             fast = await cluster.client.complete([3], Sampling(max_tokens=300), request_id="fast")
             assert fast.token_ids == expected([3], 300)
             assert paused()

@@ -104,6 +104,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         self._step = 0
         self._tickets = 0
         self._sessions: dict[str, asyncio.Task[None]] = {}
+        self._stopping: asyncio.Future[None] | None = None
         self.address = ""
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -117,8 +118,11 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         return self
 
     async def crash(self) -> None:
-        """Vanish in the middle of everything."""
-        await self._server.stop(0)
+        """Vanish in the middle of everything. May be called by a request's own hook, and again."""
+        if self._stopping is None:
+            self._stopping = asyncio.ensure_future(self._server.stop(0))
+        # The sessions' end cancels the requests' tasks: the one that called this must not take the stop with it.
+        await asyncio.shield(self._stopping)
 
     stop = crash
 
@@ -196,6 +200,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             self._step += 1
         return worker_pb2.Load(
             step=self._step,
+            progress=self._step,
             running=len(sequences) - paused + int(self.hung),
             paused=paused,
             queued_prefill_tokens=sum(job.tokens - 1 for job in jobs if job.phase == "prefill"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import signal
 import subprocess
@@ -53,6 +54,11 @@ def worker_config(
     )
 
 
+def _die_with_parent() -> None:
+    """A test process that is killed must not leave workers behind: let the kernel see to it (PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 class WorkerProcess:
     """One ``python -m prefill_worker|decode_worker`` process.
 
@@ -85,6 +91,7 @@ class WorkerProcess:
                 stderr=log,
                 text=True,
                 cwd=REPOSITORY,
+                preexec_fn=_die_with_parent,
             )
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:

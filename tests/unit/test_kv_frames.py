@@ -171,6 +171,43 @@ def seal(frame: bytearray) -> bytes:
     return bytes(frame)
 
 
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [
+        (8, 2),  # version
+        (11, 0),  # header bytes
+        (20, 1),  # flags
+        (22, 3),  # sections
+        (24, 9),  # codec
+        (25, 2),  # codec version
+        (27, 2),  # layout
+        (46, 0),  # layers
+        (54, 1),  # zero
+        (60, 0),  # tokens
+        (64, 1),  # raw bytes
+        (68, 1),  # payload bytes
+        (120, 1),  # calibration digest
+        (136, 1),  # codec parameters
+        (191, 1),  # reserved
+        (192, 1),  # kind of the first section
+        (195, 1),  # zero
+        (196, 64),  # its offset
+        (200, 1),  # its payload bytes
+        (204, 1),  # its raw bytes
+        (212, 1),  # its payload checksum
+        (216, 1),  # reserved
+    ],
+)
+def test_a_field_that_is_not_spoken_here_is_refused_for_good(offset: int, value: int) -> None:
+    frame = bytearray(FRAMES["raw", "bfloat16"])
+    assert frame[offset] != value
+    frame[offset] = value
+    with pytest.raises(FrameError) as caught:
+        decode(seal(frame), limits_of())
+    # A header length that cannot be is taken for damage; everything else is what the sender meant.
+    assert caught.value.retryable == (offset == 11)
+
+
 FRAMES = {
     (codec, dtype): pack_frame(values_of(SPAN, dtype), limits_of(dtype), SPAN, CODECS[codec]).data
     for codec in CODEC_IDS

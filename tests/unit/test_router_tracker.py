@@ -289,6 +289,18 @@ def test_a_replays_window_is_not_credited_with_older_tokens() -> None:
     assert tracker.took(1) == [SendCredit("d0", tracker.key, 1)]
 
 
+def test_a_replays_credit_starts_anew() -> None:
+    tracker = make(window=4, max_tokens=100)
+    tracker.dispatch(LOCAL, 11.0)
+    for index in range(4):
+        token(tracker, "d0", index, index)
+    assert tracker.took(4) == [SendCredit("d0", tracker.key, 4)]
+    tracker.worker_lost("d0", "dead", 12.0)
+    tracker.dispatch(LOCAL, 13.0)
+    token(tracker, "d0", 4, 4)
+    assert tracker.took(1) == [SendCredit("d0", tracker.key, 1)]
+
+
 def test_the_echo_is_credited_too() -> None:
     tracker = make(window=8, max_tokens=100)
     to_prefilling(tracker)
