@@ -126,7 +126,9 @@ class RouterSection(Section):
         default=64, ge=1, description="tokens per request that the client has not taken yet, at most"
     )
     max_queued_prefill_tokens: int = Field(
-        default=1024, ge=1, description="prompt tokens that one worker may hold queued; more wait in the router"
+        default=0,
+        ge=0,
+        description="prompt tokens that one worker may hold queued, more wait in the router; 0: two steps of the worker",
     )
     max_running_per_worker: int = Field(default=64, ge=1, description="requests on one decode worker at most")
     max_replays: int = Field(default=3, ge=0, description="how often a request is run again after its worker died")

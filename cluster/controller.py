@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -23,6 +24,7 @@ from router.service import RouterServer
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 30.0  # the router's sessions with workers that already serve
+_CANCEL_S = 3.0  # a cancelled conversion's tidying up; whatever goes on is left to end with the process
 
 
 class ClusterController:
@@ -71,7 +73,7 @@ class ClusterController:
         """
         config = self.config
         self._report(f"resolving model {config.model}")
-        path, name = await asyncio.to_thread(_resolve, config.model, self._report)
+        path, name = await _resolve(config.model, self._report)
         self.served_name = config.served_name or name
         started = time.monotonic()
         address = ray_address(config)
@@ -135,17 +137,17 @@ class ClusterController:
     async def stop(self) -> None:
         """End everything that was started; every part has its turn though another fails. Idempotent."""
         if self._router is not None:
-            await _attempt("the router", self._router.stop())
+            await _attempt("the router", self._router.stop(), 10.0)
             self._router = None
         if self._pools is not None:
-            await _attempt("the workers", self._pools.stop())
+            await _attempt("the workers", self._pools.stop(), 45.0)
             self._pools = None
         if self._membership is not None:
-            await _attempt("the membership service", self._membership.stop())
+            await _attempt("the membership service", self._membership.stop(), 5.0)
             self._membership = None
         if self._session is not None:
             closing = asyncio.get_running_loop().run_in_executor(self._ray_thread, self._session.close)
-            await _attempt("Ray", closing)
+            await _attempt("Ray", closing, 30.0)
             self._session = None
         self._ray_thread.shutdown(wait=False)
 
@@ -179,11 +181,36 @@ class ClusterController:
                 await asyncio.sleep(0.05)
 
 
-def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str]:
-    from engine.model_store import resolve_model  # may bring torch, when it has to convert
+async def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str]:
+    """The model's folder and name. Can be cancelled, though it takes minutes to convert or download a model."""
+    cancelled = threading.Event()
+    result: Future[tuple[Path, str]] = Future()
 
-    resolved = resolve_model(model, progress=report)
-    return resolved.path, resolved.served_name
+    def say(line: str) -> None:
+        if not cancelled.is_set():
+            report(line)
+
+    def work() -> None:
+        try:
+            from engine.model_store import resolve_model  # may bring torch, when it has to convert
+
+            resolved = resolve_model(model, progress=say, cancelled=cancelled.is_set)
+            result.set_result((resolved.path, resolved.served_name))
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            result.set_exception(error)
+
+    # Not a thread of an executor: the end of the process would wait for those.
+    result.set_running_or_notify_cancel()
+    threading.Thread(target=work, name="resolve", daemon=True).start()
+    waiting = asyncio.wrap_future(result)
+    try:
+        return await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        cancelled.set()
+        await asyncio.wait({waiting}, timeout=_CANCEL_S)
+        if waiting.done():
+            waiting.exception()  # the cancellation is what the caller hears of
+        raise
 
 
 def _reachable(address: str) -> str:
@@ -192,8 +219,11 @@ def _reachable(address: str) -> str:
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
 
 
-async def _attempt(what: str, ending: Awaitable[object]) -> None:
+async def _attempt(what: str, ending: Awaitable[object], timeout_s: float) -> None:
     try:
-        await ending
+        async with asyncio.timeout(timeout_s):
+            await ending
+    except TimeoutError:
+        logger.error("%s did not end within %g s and is left behind", what, timeout_s)
     except Exception:  # one part's failure must not leave the others running
         logger.exception("could not end %s", what)

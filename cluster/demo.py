@@ -12,7 +12,7 @@ from typing import Protocol
 
 import grpc
 
-from cluster.timeline import Answer
+from cluster.timeline import Answer, finish_reason
 from pdcore.errors import PdserveError
 from protos import generation_pb2, generation_pb2_grpc
 
@@ -55,8 +55,8 @@ def demo_rounds() -> list[list[DemoRequest]]:
     document = _input("harbours.md")
     summarise = f"Summarise the following article in three sentences.\n\n{document}"
     return [
-        [DemoRequest("chat", _input("chat.txt"), 64)],
-        [DemoRequest("document", summarise, 64), DemoRequest("code", _input("code.txt"), 80)],
+        [DemoRequest("chat", _input("chat.txt"), 48)],
+        [DemoRequest("document", summarise, 48), DemoRequest("code", _input("code.txt"), 64)],
     ]
 
 
@@ -76,6 +76,25 @@ async def run_requests(address: str, rounds: Sequence[Sequence[DemoRequest]], vi
             finally:
                 view.finish()
     return answers
+
+
+def check_disaggregated(answers: Sequence[Answer]) -> None:
+    """Make sure that the answers show what the demonstration is about.
+
+    Raises:
+        PdserveError: an answer was not completed, or one worker did all of it by itself; names request and reason.
+    """
+    for answer in answers:
+        assert answer.end is not None, answer.name
+        timeline, reason = answer.end.timeline, finish_reason(answer.end)
+        if reason not in ("stop", "length"):
+            raise PdserveError(f"request {answer.name!r} was not completed: it finished with {reason!r}")
+        if timeline.mode != "disaggregated" or timeline.kv.wire_bytes == 0:
+            raise PdserveError(
+                f"request {answer.name!r} was not disaggregated: its mode was {timeline.mode!r} ({timeline.reason}), "
+                f"and {timeline.kv.wire_bytes} bytes of KV travelled from {timeline.prefill_worker or 'nowhere'!r} to "
+                f"{timeline.decode_worker or 'nowhere'!r}; a worker was lost or unreachable, try again"
+            )
 
 
 def write_json(path: Path, answers: Sequence[Answer]) -> None:

@@ -133,7 +133,8 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
             changed = self._changed
             yield self.members()
             try:
-                await asyncio.wait_for(changed.wait(), self._refresh_s)
+                async with asyncio.timeout(self._refresh_s):
+                    await changed.wait()
             except TimeoutError:
                 pass  # nothing new: the list goes out again as a sign of life
 

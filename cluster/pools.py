@@ -23,8 +23,9 @@ from worker.hosted import HostedInfo
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 10.0  # one call of the death watch
-_STOP_S = 15.0  # a worker's own stop, and then its process's end
+_STOP_S = 20.0  # a worker's own stop, and the end of its process
 _RESTART_S = 120.0  # Ray's restart of one worker, model loading included
+_FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 
 
@@ -81,7 +82,9 @@ class WorkerActor:
             TimeoutError: it has not within `timeout_s`.
         """
         try:
-            return await asyncio.wait_for(self._info(), timeout_s)
+            # Not wait_for: in Python 3.11 it can swallow the cancellation of whoever waits.
+            async with asyncio.timeout(timeout_s):
+                return await self._info()
         except RayError as error:
             raise PdserveError(f"{self.worker_id} cannot start: {_cause(error)}") from error
 
@@ -106,7 +109,8 @@ class WorkerActor:
         if self._handle is None:
             return True
         try:
-            drained: bool = await asyncio.wait_for(_result(self._handle.drain.remote(timeout_s)), timeout_s + 5.0)
+            async with asyncio.timeout(timeout_s + 5.0):
+                drained: bool = await _result(self._handle.drain.remote(timeout_s))
         except (RayError, TimeoutError) as error:
             logger.warning("%s did not drain: %r", self.worker_id, error)
             return False
@@ -118,10 +122,11 @@ class WorkerActor:
             return
         handle, self._handle = self._handle, None
         try:
-            await asyncio.wait_for(_result(handle.stop.remote()), _STOP_S)
-            handle.__ray_terminate__.remote()
-            # Pending calls fail when the process is gone.
-            await asyncio.wait_for(_result(handle.wait_end.remote(_STOP_S)), _STOP_S)
+            async with asyncio.timeout(_STOP_S):
+                await _result(handle.stop.remote())
+                handle.__ray_terminate__.remote()
+                # Pending calls fail when the process is gone.
+                await _result(handle.wait_end.remote(_STOP_S))
         except ActorDiedError:
             return
         except (RayError, TimeoutError) as error:
@@ -173,7 +178,10 @@ class WorkerPools:
         finally:
             for task in waiting:
                 task.cancel()
-        self._keepers = [asyncio.ensure_future(self._keep(worker)) for worker in self.workers]
+        for worker in self.workers:
+            keeper = asyncio.create_task(self._keep(worker), name=worker.worker_id)
+            keeper.add_done_callback(self._keeper_ended)
+            self._keepers.append(keeper)
 
     async def drain(self, timeout_s: float) -> bool:
         """Let every worker finish what it has, all at once. Deaths are no longer mended from here on."""
@@ -197,23 +205,32 @@ class WorkerPools:
 
     async def _keep(self, worker: WorkerActor) -> None:
         """Report a worker's deaths and returns; replace an actor that Ray has given up."""
-        backoff = 1.0
         while True:
             problem = await worker.watch()
             logger.info("%s: %s", worker.worker_id, problem)
             self._report(f"{worker.worker_id} has died; Ray starts it again")
+            backoff, given_up = _FIRST_BACKOFF_S, False
             while True:
                 try:
+                    if given_up:
+                        worker.create()  # fails while Ray still has the name of the last one
                     info = await worker.ready(_RESTART_S)
                     break
-                except (PdserveError, TimeoutError) as error:
-                    self._report(f"{worker.worker_id} is not back, next try in {backoff:.0f} s: {error}")
+                except (PdserveError, RayError, TimeoutError) as error:
+                    reason = str(error) or f"not ready after {_RESTART_S:g} s"
+                    self._report(f"{worker.worker_id} is not back, next try in {backoff:.0f} s: {reason}")
                     await worker.stop()
+                    given_up = True
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, _MAX_BACKOFF_S)
-                    worker.create()
-            backoff = 1.0
             self._report(f"{worker.worker_id} is back at {info.address} (pid {info.pid})")
+
+    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        if keeper.cancelled():
+            return
+        error = keeper.exception()
+        logger.error("the keeper of %s has failed", keeper.get_name(), exc_info=error)
+        self._report(f"{keeper.get_name()} is watched no longer, nobody will start it again: {error!r}")
 
     def _shortage(self) -> str:
         """Which custom resources the cluster has too few of for all workers; empty if it has enough."""

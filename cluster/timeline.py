@@ -17,6 +17,11 @@ _REASONS = {
 }
 
 
+def finish_reason(end: generation_pb2.End) -> str:
+    """Why an answer ended: ``stop``, ``length``, ``cancelled`` or ``error``."""
+    return _REASONS[end.finish_reason]
+
+
 @dataclass
 class Answer:
     """One request's answer as it comes in, event by event. `end` is set once it is complete."""
@@ -43,7 +48,7 @@ class Answer:
             "text": self.text,
             "ttft_ms": round(timeline.ttft_ms, 3),
             "tpot_ms": round(timeline.tpot_ms, 3),
-            "finish_reason": _REASONS[self.end.finish_reason],
+            "finish_reason": finish_reason(self.end),
             "prefill_worker": timeline.prefill_worker,
             "decode_worker": timeline.decode_worker,
             "kv": {
@@ -123,7 +128,7 @@ def _cells(answer: Answer) -> list[str]:
         _ms(timeline.second_token_ms),
         _ms(timeline.tpot_ms),
         _ms(timeline.total_ms),
-        _REASONS[answer.end.finish_reason],
+        finish_reason(answer.end),
         timeline.prefill_worker or "-",
         timeline.decode_worker or "-",
         str(timeline.replays),

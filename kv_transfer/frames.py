@@ -95,11 +95,6 @@ class FrameHeader:
         """CRC-32 of each section's decoded bytes, as the manifest's digest wants them."""
         return tuple(section.checksum for section in self.sections)
 
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of K and V once decoded."""
-        return sum(section.raw_bytes for section in self.sections)
-
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:

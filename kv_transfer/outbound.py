@@ -10,7 +10,7 @@ from kv_transfer.frames import FrameLimits
 from kv_transfer.manifest import TicketRef
 from kv_transfer.session import SendSession
 from kv_transfer.transport import PushLink, SendOutcome
-from pdcore.types import KvEndpoint, RequestKey
+from pdcore.types import RequestKey
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,6 @@ class Send:
     limits: FrameLimits
     codec: Codec
     block_ids: tuple[int, ...]
-    endpoint: KvEndpoint
     on_done: Callable[[SendOutcome], None]
     peer: Peer
     opened_at: float

@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kv_transfer.assembly import AssembledFrame
@@ -45,7 +45,7 @@ from kv_transfer.receiving import (
     ScatterFrame,
     TicketEffect,
 )
-from kv_transfer.threads import check_cores, pin_thread
+from kv_transfer.threads import CrashGuard, check_cores, pin_thread
 from kv_transfer.tickets import TicketTable
 from kv_transfer.transport import KvStore, PushStream, StreamListener, TicketHost
 from kv_transfer.transports.grpc_push import GrpcPushServicer
@@ -78,6 +78,8 @@ class KvReceiver:
         store: the cache. config: bounds and preferences.
         host: told of every ticket's one end; see `TicketHost`.
         clock: of leases. faults: fault points of this process.
+        on_crash: told, once, that a receive thread or the housekeeper has died of an error: tickets may never end.
+            Called from that thread; must not block. None: it is only logged.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class KvReceiver:
         host: TicketHost,
         clock: Clock,
         faults: FaultPoints,
+        on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         check_cores("transfer.cpu_affinity", config.cpu_affinity)
         self._worker_id = worker_id
@@ -107,16 +110,18 @@ class KvReceiver:
         self._next_stream = 0
         self._counters = ReceiverCounters()
         self._closing = False
+        self._streams_closed = False
         self._stopped = threading.Event()
         # Credit bounds the bytes that wait here: a sender without credit sends nothing.
         self._jobs: queue.SimpleQueue[FrameJob | CommitTicket | None] = queue.SimpleQueue()
         self._releases: deque[ReleaseTicket] = deque()
         self._housekeeping = threading.Condition()
+        run = CrashGuard(on_crash).run
         self._workers = [
-            threading.Thread(target=self._work, name=f"kv-receive-{number}", daemon=True)
+            threading.Thread(target=run, args=(self._work,), name=f"kv-receive-{number}", daemon=True)
             for number in range(config.receive_threads)
         ]
-        self._housekeeper = threading.Thread(target=self._keep_house, name="kv-housekeeper", daemon=True)
+        self._housekeeper = threading.Thread(target=run, args=(self._keep_house,), name="kv-housekeeper", daemon=True)
         for thread in (*self._workers, self._housekeeper):
             thread.start()
 
@@ -205,17 +210,27 @@ class KvReceiver:
         """For the worker's gRPC server. Each stream holds one thread of the server's pool."""
         return GrpcPushServicer(self._accept, self._config.cpu_affinity)
 
+    def close_streams(self) -> None:
+        """End every stream, and every one that comes from now on; returns at once. Idempotent.
+
+        To be called before the worker's gRPC server stops, which would wait for them. An uncommitted ticket ends with
+        the stream that it is bound to, as if that had broken; the others stay.
+        """
+        with self._lock:
+            self._streams_closed = True
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.push.end()
+
     def close(self, timeout_s: float = 5.0) -> None:
         """End every stream and ticket, and wait for the threads at most this long. Idempotent."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-            streams = list(self._streams.values())
             effects = self._table.release_all("the decode worker is shutting down")
         self._perform(effects)
-        for stream in streams:
-            stream.push.end()
+        self.close_streams()
         for _ in self._workers:
             self._jobs.put(None)
         deadline = self._clock.now() + timeout_s
@@ -252,8 +267,8 @@ class KvReceiver:
             self._next_stream += 1
             stream = InboundStream(self._next_stream, push, self._clock.now())
             self._streams[stream.number] = stream
-            closing = self._closing
-        if closing:
+            closed = self._streams_closed
+        if closed:
             push.end()
         return StreamReader(self, stream)
 

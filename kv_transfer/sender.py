@@ -50,7 +50,7 @@ from kv_transfer.session import (
     SendSession,
     Tick,
 )
-from kv_transfer.threads import check_cores, pin_thread
+from kv_transfer.threads import CrashGuard, check_cores, pin_thread
 from kv_transfer.transport import KvStore, SendOutcome
 from kv_transfer.transports.grpc_push import GrpcPushLink
 from pdcore.clock import Clock
@@ -77,6 +77,8 @@ class KvSender:
         layers_done: step id -> layers of that step whose KV is in the cache; 0 if it is not the running step. Called
             from the pump, under the sender's lock: must be quick and take no lock.
         clock: of time-outs. faults: fault points of this process.
+        on_crash: told, once, that the pump has died of an error: nothing is sent any more, and no `on_done` follows.
+            Called from the pump; must not block. None: it is only logged.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class KvSender:
         layers_done: Callable[[int], int],
         clock: Clock,
         faults: FaultPoints,
+        on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         check_cores("transfer.cpu_affinity", config.cpu_affinity)
         self._worker_id = worker_id
@@ -106,7 +109,7 @@ class KvSender:
         self._effects: deque[tuple[Send, SendEffect]] = deque()
         self._counters = SenderCounters()
         self._closing = False
-        self._pump = threading.Thread(target=self._run, name="kv-send", daemon=True)
+        self._pump = threading.Thread(target=CrashGuard(on_crash).run, args=(self._run,), name="kv-send", daemon=True)
         self._pump.start()
 
     # --- the owner ------------------------------------------------------------------------------------------------
@@ -176,7 +179,9 @@ class KvSender:
         with self._lock:
             links = [peer.link for peer in self._peers.values() if peer.link is not None]
         for link in links:
-            link.close(max(0.1, deadline - self._clock.now()))
+            link.finish()  # all at once: what one of them waits for must not be taken from the others' time
+        for link in links:
+            link.close(max(0.0, deadline - self._clock.now()))
 
     # --- opening --------------------------------------------------------------------------------------------------
 
@@ -208,7 +213,6 @@ class KvSender:
             limits=limits,
             codec=codec,
             block_ids=tuple(block_ids),
-            endpoint=endpoint,
             on_done=on_done,
             peer=Peer(endpoint.address, ticket.worker_incarnation, now, now),
             opened_at=now,

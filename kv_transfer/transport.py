@@ -78,7 +78,8 @@ class PushLink(Protocol):
     """The sender's end of one stream to a receiver. Made by a transport; it speaks as soon as it is made.
 
     The `post` methods may be called from any thread and never block: what may wait here is bounded by the credit that
-    the sender spends before it posts a frame. After `cancel`, or once the stream is gone, they do nothing.
+    the sender spends before it posts a frame. After `cancel` or `finish`, or once the stream is gone, they do
+    nothing.
     """
 
     def post_frame(self, ref: TicketRef, frame_index: int, attempt: int, frame: bytes) -> None:
@@ -97,8 +98,12 @@ class PushLink(Protocol):
         """End the stream now; returns at once. `LinkListener.on_closed` follows."""
         ...
 
+    def finish(self) -> None:
+        """End the stream behind what was posted; returns at once."""
+        ...
+
     def close(self, timeout_s: float) -> None:
-        """Send what was posted, end the stream, and wait for its threads at most this long."""
+        """`finish`, and wait for the end at most this long; a stream that takes longer than half of it is cut off."""
         ...
 
 

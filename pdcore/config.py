@@ -200,8 +200,8 @@ class RouterConfig:
         controller: ``host:port`` of the membership service.
         max_queue: requests waiting for a worker at most; more are shed.
         token_window: tokens per request on their way to a client that has not taken them.
-        max_queued_prefill_tokens: prompt tokens that one worker may hold queued (about two steps), its longest
-            prompt not counted.
+        max_queued_prefill_tokens: prompt tokens that one worker may hold queued, its longest prompt not counted;
+            0 for what the worker computes in two steps.
         max_running_per_worker: requests on one decode worker at most.
         max_replays: how often a request is run again after worker deaths.
         client_stall_timeout_s: seconds without the client taking a token until it is cancelled.
@@ -218,7 +218,7 @@ class RouterConfig:
     grpc_port: int = 50051
     max_queue: int = 256
     token_window: int = 64
-    max_queued_prefill_tokens: int = 1024
+    max_queued_prefill_tokens: int = 0
     max_running_per_worker: int = 64
     max_replays: int = 3
     client_stall_timeout_s: float = 120.0
@@ -229,8 +229,14 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _require(0 <= self.grpc_port < 65536, "router.grpc_port", self.grpc_port, "0 to 65535")
-        for key in ("max_queue", "token_window", "max_queued_prefill_tokens", "max_running_per_worker"):
+        for key in ("max_queue", "token_window", "max_running_per_worker"):
             _require(getattr(self, key) >= 1, f"router.{key}", getattr(self, key), "an integer >= 1")
+        _require(
+            self.max_queued_prefill_tokens >= 0,
+            "router.max_queued_prefill_tokens",
+            self.max_queued_prefill_tokens,
+            "an integer >= 0",
+        )
         _require(self.max_replays >= 0, "router.max_replays", self.max_replays, "an integer >= 0")
         _require(
             self.client_stall_timeout_s > 0,

@@ -36,4 +36,6 @@ class PrefillActor:
         self._hosted.stop()
 
     def __ray_shutdown__(self) -> None:
-        self._hosted.stop()
+        hosted: HostedWorker | None = getattr(self, "_hosted", None)  # missing if the worker could not start
+        if hosted is not None:
+            hosted.stop()

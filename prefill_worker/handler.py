@@ -130,9 +130,18 @@ class PrefillHandler:
             if token.finish is None:
                 self._sender.finish(token.key, token.token_id)
             else:
-                self._sender.abort(token.key, "the request ended at its first token")
+                self._end_at_first_token(token.key)
         for key, error in result.rejected:
             self._reject(key, error)
+
+    def _end_at_first_token(self, key: RequestKey) -> None:
+        """Nothing is to be committed: the end of the send is no news to the router."""
+        with self._lock:
+            request = self._requests.get(key)
+            if request is None:
+                return
+            request.aborted = True
+        self._sender.abort(key, "the request ended at its first token")
 
     def _reject(self, key: RequestKey, error: PdserveError) -> None:
         """The engine has given the request up; its blocks wait for the send to end."""
@@ -179,6 +188,9 @@ class PrefillHandler:
 
     def transfers(self) -> tuple[int, int]:
         return 0, self._sender.open_sends
+
+    def end_streams(self) -> None:
+        """A prefill worker's transfers are streams of its own."""
 
     def close(self) -> None:
         self._sender.close()

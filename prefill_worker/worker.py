@@ -38,6 +38,7 @@ class PrefillWorker:
             layers_done=runtime.runner.progress.layers_of,
             clock=runtime.clock,
             faults=runtime.faults,
+            on_crash=runtime.crashed,
         )
         return PrefillHandler(runtime.engine, sender, runtime.hub, runtime.faults, runtime.loop.wake)
 

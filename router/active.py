@@ -33,6 +33,7 @@ class ActiveRequest:
         refused: workers that had no room, and until when they are not asked again.
         avoid: the worker of the last failure. refusals: so far.
         local_only: disaggregation was found impossible.
+        no_route_since: seconds on the clock since when no worker could ever take it; None if one can.
     """
 
     tracker: RequestTracker
@@ -43,6 +44,7 @@ class ActiveRequest:
     avoid: frozenset[str] = frozenset()
     refusals: int = 0
     local_only: bool = False
+    no_route_since: float | None = None
 
 
 def log_event(level: int, event: str, active: ActiveRequest, **fields: object) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, KeysView, Sequence
+from collections.abc import Callable, Iterator, KeysView, Sequence
+from contextlib import contextmanager
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
@@ -23,7 +24,7 @@ from protos.convert import spec_to_proto, stats_from_proto
 from router import tracker as effects_of
 from router.active import ActiveRequest, Counters, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
-from router.policy import PolicyLimits, Route, RouteRequest, choose
+from router.policy import NoRoute, Route, RouteRequest, WorkerSnapshot, choose
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import Effect, FailureKind, RequestState, RequestTracker
@@ -105,13 +106,13 @@ class Dispatcher:
         self._clock = clock
         self._on_change = on_change
         self._no_route_grace_s = no_route_grace_s
-        self._limits = PolicyLimits(config.max_queued_prefill_tokens)
         self._queue = AdmissionQueue(config.max_queue)
         self._active: dict[str, ActiveRequest] = {}
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
         self._pump_timer: asyncio.TimerHandle | None = None
         self._wake_timer: asyncio.TimerHandle | None = None
         self._no_route_timer: asyncio.TimerHandle | None = None
+        self._stopped = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -208,7 +209,8 @@ class Dispatcher:
         """Refuse new requests and wait for the others, then cancel what is left. True if nothing was left."""
         self.begin_drain()
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError:
             pass
         left = list(self._active.values())
@@ -219,6 +221,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """End what still runs, then the sessions."""
         await self.drain(0.0)
+        self._stopped = True
         for timer in (self._pump_timer, self._wake_timer, self._no_route_timer):
             if timer is not None:
                 timer.cancel()
@@ -237,14 +240,18 @@ class Dispatcher:
         now = self._clock.now()
         self.pool.lost(client)
         for active in list(self._active.values()):
-            lost = active.tracker.worker_lost(client.worker_id, f"{client.worker_id}: {reason}", now)
-            self.perform(active, lost)
+            with self._guard(active):
+                lost = active.tracker.worker_lost(client.worker_id, f"{client.worker_id}: {reason}", now)
+                self.perform(active, lost)
 
     def on_reserve_reply(self, client: WorkerClient, reply: worker_pb2.ReserveReply) -> None:
         active = self._active.get(reply.request_id)
         if active is None:
             return
-        worker_id = client.worker_id
+        with self._guard(active):
+            self._on_reserve(active, client.worker_id, reply)
+
+    def _on_reserve(self, active: ActiveRequest, worker_id: str, reply: worker_pb2.ReserveReply) -> None:
         if reply.WhichOneof("result") == "granted":
             self.perform(active, active.tracker.reserve_granted(worker_id, reply.attempt), reply.granted)
             return
@@ -292,21 +299,24 @@ class Dispatcher:
         active = self._active.get(notice.request_id)
         if active is None:
             return
-        if notice.HasField("prefill_done"):
-            done = notice.prefill_done
-            active.tracker.prefill_done(
-                worker_id, notice.attempt, done.queued_s, done.compute_s, cached_tokens=done.cached_tokens
-            )
-        elif notice.HasField("kv_received"):
-            stats = stats_from_proto(notice.kv_received)
-            self.perform(active, active.tracker.kv_received(worker_id, notice.attempt, stats))
+        with self._guard(active):
+            if notice.HasField("prefill_done"):
+                done = notice.prefill_done
+                active.tracker.prefill_done(
+                    worker_id, notice.attempt, done.queued_s, done.compute_s, cached_tokens=done.cached_tokens
+                )
+            elif notice.HasField("kv_received"):
+                stats = stats_from_proto(notice.kv_received)
+                self.perform(active, active.tracker.kv_received(worker_id, notice.attempt, stats))
 
     def _on_failed(self, worker_id: str, notice: worker_pb2.RequestNotice) -> None:
         active = self._active.get(notice.request_id)
         if active is None:
             return
-        kind, message = _failure_kind(notice.failed), f"{worker_id}: {notice.failed.message}"
-        self.perform(active, active.tracker.failed(worker_id, notice.attempt, kind, message, now=self._clock.now()))
+        with self._guard(active):
+            kind, message = _failure_kind(notice.failed), f"{worker_id}: {notice.failed.message}"
+            failed = active.tracker.failed(worker_id, notice.attempt, kind, message, now=self._clock.now())
+            self.perform(active, failed)
 
     def _is_idle_but_for(self, worker_id: str) -> bool:
         """Whether the worker has nothing of anybody, but one request of ours."""
@@ -413,6 +423,14 @@ class Dispatcher:
         if self._queue:
             self._pump_soon()
 
+    @contextmanager
+    def _guard(self, active: ActiveRequest) -> Iterator[None]:
+        """One request's bug ends that request, not the session of all. The hot path of tokens does it itself."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # see above
+            self._bug(active, error)
+
     def _bug(self, active: ActiveRequest, error: Exception) -> None:
         request_id = active.tracker.request_id
         logger.error("internal error in request %s", request_id, exc_info=error, extra={"request_id": request_id})
@@ -433,20 +451,44 @@ class Dispatcher:
                 break
 
             def route_for(entry: QueueEntry) -> Route | None:
-                request = self._route_request(self._active[entry.request_id], now)
-                route = choose(request, workers, self._limits)  # noqa: B023  # called before the next turn
-                return route if isinstance(route, Route) else None
+                return self._route(self._active[entry.request_id], workers, now)  # noqa: B023  # called at once
 
             started = self._queue.start_next(now, route_for)
             if started is None:
                 break
             self._start(self._active[started.entry.request_id], started.route, now)
+        self._give_up_stranded(now)
         self._arm_wake(now)
+
+    def _route(self, active: ActiveRequest, workers: Sequence[WorkerSnapshot], now: float) -> Route | None:
+        chosen = choose(self._route_request(active, now), workers)
+        if isinstance(chosen, NoRoute):
+            if chosen.busy:
+                active.no_route_since = None
+            elif active.no_route_since is None:
+                active.no_route_since = now
+            return None
+        active.no_route_since = None
+        return chosen
+
+    def _give_up_stranded(self, now: float) -> None:
+        """There are workers, but for the whole grace none that could ever take a request: it ends."""
+        workers = self.pool.snapshots()
+        if not workers:
+            return  # `_give_up_waiting` sees to that
+        for active in [a for a in map(self._active.get, self._queue.waiting()) if a is not None]:
+            since = active.no_route_since
+            if since is None or now - since < self._no_route_grace_s:
+                continue
+            self._route(active, workers, now)  # a look may be long ago
+            if active.no_route_since is not None:
+                self._abandon(active, Unavailable("no connected worker's KV cache holds the request"))
 
     def _route_request(self, active: ActiveRequest, now: float) -> RouteRequest:
         tracker = active.tracker
         return RouteRequest(
             prompt_tokens=tracker.prompt_tokens,
+            total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
             resumes=bool(tracker.delivered),
             local_only=active.local_only,
             exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
@@ -473,7 +515,9 @@ class Dispatcher:
         if self._wake_timer is not None:
             self._wake_timer.cancel()
             self._wake_timer = None
-        times = [until for a in map(self._active.get, self._queue.waiting()) if a for until in a.refused.values()]
+        waiting = [a for a in map(self._active.get, self._queue.waiting()) if a is not None]
+        times = [until for active in waiting for until in active.refused.values()]
+        times += [a.no_route_since + self._no_route_grace_s for a in waiting if a.no_route_since is not None]
         wake = self._queue.next_wake(now)
         due = [time for time in times if time > now] + ([] if wake is None else [wake])
         if due:
@@ -492,6 +536,8 @@ class Dispatcher:
         self._on_change()
 
     def _arm_give_up(self) -> None:
+        if self._stopped:
+            return  # the sessions' end is no news
         loop = asyncio.get_running_loop()
         self._no_route_timer = loop.call_later(self._no_route_grace_s, self._give_up_waiting)
 

@@ -94,7 +94,9 @@ class MembershipWatcher:
         try:
             while True:
                 try:
-                    update = await asyncio.wait_for(call.read(), SILENCE_S)
+                    # Not wait_for: before Python 3.12 it loses a cancellation that comes with a result.
+                    async with asyncio.timeout(SILENCE_S):
+                        update = await call.read()
                 except TimeoutError:
                     return lists
                 if not isinstance(update, membership_pb2.MemberList):

@@ -51,6 +51,7 @@ class WorkerSnapshot:
     Attributes:
         load: its last report. mine: what this router has on it.
         block_size: tokens per KV block. max_requests: sequences it may hold.
+        max_queued_prefill_tokens: prompt tokens that it may hold queued, its longest prompt not counted.
         decisions: requests ever sent to it by this router; breaks ties, so that equals take turns.
     """
 
@@ -59,6 +60,7 @@ class WorkerSnapshot:
     load: WorkerLoad
     block_size: int
     max_requests: int
+    max_queued_prefill_tokens: int
     mine: InFlight = InFlight()
     decisions: int = 0
 
@@ -94,23 +96,18 @@ class RouteRequest:
 
     Attributes:
         prompt_tokens: tokens to compute before a new one is sampled, delivered ones included.
+        total_tokens: prompt and output together, at most; a worker that decodes must be able to hold them.
         resumes: tokens were delivered already; the request is replayed locally from prompt + delivered.
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
     """
 
     prompt_tokens: int
+    total_tokens: int
     resumes: bool = False
     local_only: bool = False
     exclude: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLimits:
-    """`max_queued_prefill_tokens`: prompt tokens that a worker may hold queued, its longest prompt not counted."""
-
-    max_queued_prefill_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,42 +128,48 @@ class NoRoute:
     reason: str
 
 
-def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot], limits: PolicyLimits) -> Route | NoRoute:
+def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | NoRoute:
     """Choose the least loaded workers that can start `request` now.
 
     `workers` are those that are connected and take new requests.
     """
     usable = [worker for worker in workers if worker.worker_id not in request.exclude]
-    prefill = [w for w in usable if w.role is Role.PREFILL and request.prompt_tokens < w.capacity_tokens]
-    decode = [w for w in usable if w.role is Role.DECODE]
-    aggregated = [w for w in usable if w.role is Role.AGGREGATED]
+    prefill_pool = [w for w in usable if w.role is Role.PREFILL]
+    decode_pool = [w for w in usable if w.role is Role.DECODE]
+    # A worker whose whole cache is too small would refuse the request for good.
+    prefill = [w for w in prefill_pool if request.prompt_tokens < w.capacity_tokens]
+    decode = [w for w in decode_pool if request.total_tokens <= w.capacity_tokens]
+    aggregated = [w for w in usable if w.role is Role.AGGREGATED and request.total_tokens <= w.capacity_tokens]
 
     # Tokens are delivered: their KV is gone, and the worker that goes on computes prompt and tokens again itself.
     if request.resumes:
-        return _local(request, aggregated + decode, limits, "replay")
+        return _local(request, aggregated + decode, "replay")
     if request.local_only:
-        return _local(request, aggregated + decode, limits, "kv_reservation_too_large")
+        return _local(request, aggregated + decode, "kv_reservation_too_large")
     if prefill and decode:
-        first = _least_prefill(request, prefill, limits)
+        first = _least_prefill(request, prefill)
         second = _least_decode(request, decode)
         if first is not None and second is not None:
             return Route(Mode.DISAGGREGATED, second.worker_id, first.worker_id, "prefill_pool_serves")
         # Both pools serve but one is full: an aggregated worker, if there is one, takes what they cannot.
         if aggregated:
-            return _local(request, aggregated, limits, "pools_full")
+            return _local(request, aggregated, "pools_full")
         return NoRoute(busy=True, reason="prefill pool full" if first is None else "decode pool full")
-    if aggregated:
-        reason = "aggregated_pool" if not prefill else "decode_pool_empty"
-        return _local(request, aggregated, limits, reason)
-    return _local(request, decode, limits, "prefill_pool_empty")
+    if prefill_pool and not prefill:
+        return _local(request, aggregated or decode, "prompt_too_large_for_prefill_pool")
+    if not aggregated:
+        return _local(request, decode, "prefill_pool_empty")
+    if not prefill:
+        return _local(request, aggregated, "aggregated_pool")
+    return _local(request, aggregated, "request_too_large_for_decode_pool" if decode_pool else "decode_pool_empty")
 
 
 def _local(
-    request: RouteRequest, workers: Sequence[WorkerSnapshot], limits: PolicyLimits, reason: str
+    request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str
 ) -> Route | NoRoute:
     if not workers:
-        return NoRoute(busy=False, reason="no decode or aggregated worker")
-    ready = [w for w in workers if _can_prefill(request, w, limits) and _has_room(request, w)]
+        return NoRoute(busy=False, reason="no decode or aggregated worker that holds the whole request")
+    ready = [w for w in workers if _can_prefill(request, w) and _has_room(request, w)]
     if not ready:
         return NoRoute(busy=True, reason="no room on the workers that run both phases")
     best = min(
@@ -184,10 +187,10 @@ def _local(
 
 
 def _least_prefill(
-    request: RouteRequest, workers: Sequence[WorkerSnapshot], limits: PolicyLimits
+    request: RouteRequest, workers: Sequence[WorkerSnapshot]
 ) -> WorkerSnapshot | None:
     return min(
-        (worker for worker in workers if _can_prefill(request, worker, limits)),
+        (worker for worker in workers if _can_prefill(request, worker)),
         key=lambda w: (
             w.worker_id in request.avoid,
             w.queued_prefill_tokens,
@@ -207,7 +210,7 @@ def _least_decode(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> W
     )
 
 
-def _can_prefill(request: RouteRequest, worker: WorkerSnapshot, limits: PolicyLimits) -> bool:
+def _can_prefill(request: RouteRequest, worker: WorkerSnapshot) -> bool:
     """All prompts on a worker but the longest stay within the limit.
 
     So an idle worker takes a prompt of any length, a second long one waits here, and short ones need not wait behind
@@ -215,7 +218,7 @@ def _can_prefill(request: RouteRequest, worker: WorkerSnapshot, limits: PolicyLi
     """
     queued = worker.queued_prefill_tokens
     longest = max(request.prompt_tokens, min(worker.mine.longest_prefill, queued))
-    return queued + request.prompt_tokens - longest <= limits.max_queued_prefill_tokens
+    return queued + request.prompt_tokens - longest <= worker.max_queued_prefill_tokens
 
 
 def _has_room(request: RouteRequest, worker: WorkerSnapshot) -> bool:

@@ -34,7 +34,7 @@ class RouterIdentity:
 
 @dataclass(frozen=True, slots=True)
 class SessionTiming:
-    """Seconds: between heartbeats, and of silence (or of work without progress) that count as death."""
+    """Seconds: between heartbeats, and of silence (or of standing still) that count as death."""
 
     heartbeat_s: float
     dead_after_s: float
@@ -50,6 +50,7 @@ class WorkerFacts:
     model: ModelInfo
     geometry: KvGeometry
     max_num_seqs: int
+    max_num_batched_tokens: int
 
 
 class SessionListener(Protocol):
@@ -80,10 +81,15 @@ class WorkerClient:
 
     ::
 
-        CONNECTING --Welcome fits--> CONNECTED --stream ends | silence | work without progress-> LOST
-            ^  |                                                                                |
-            |  '- refused, unreachable: `problem` says why                                      |
-            '----------------------------------- backoff ---------------------------------------'
+        CONNECTING --Welcome fits--> CONNECTED --stream ends | silence | no progress--> LOST
+            ^  |  |                   ^                                                   |
+            |  |  '-last session made no progress-> PROBATION -progress grows-'           |
+            |  '- refused, unreachable: `problem` says why                                |
+            '-------------------------------- backoff ------------------------------------'
+
+    A live worker's progress grows even while it has nothing to do, so one that stands still is dead, idle or not. Its
+    session may well come up again, since something else answers for it: it stays in probation, not connected for
+    anybody, until its progress has grown within the new session.
 
     Commands go into a mailbox that one task drains: concurrent writes would end the call. What is in the mailbox when
     the session ends is dropped, since the worker releases everything with the session.
@@ -118,6 +124,9 @@ class WorkerClient:
         self._outbox: list[worker_pb2.SessionCommand] = []
         self._mail = asyncio.Event()
         self._last_progress = 0.0
+        self._stalled = False  # the last session ended, or this one is in probation, for lack of progress
+        self._probation: WorkerFacts | None = None
+        self._first_progress: int | None = None
         self._pending_reserves: dict[tuple[str, int], float] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -180,11 +189,16 @@ class WorkerClient:
         """One session, until it ends by an exception."""
         call = worker_pb2_grpc.WorkerStub(channel).Session()
         try:
-            facts = await asyncio.wait_for(self._handshake(call), self._timing.dead_after_s)
+            async with asyncio.timeout(self._timing.dead_after_s):
+                facts = await self._handshake(call)
         except TimeoutError:
             call.cancel()
             raise _SessionDead(f"no Welcome within {self._timing.dead_after_s} s") from None
-        self._begin(facts)
+        self.load_at = self._last_progress = self._clock.now()
+        if self._stalled:
+            self._probation, self._first_progress = facts, None
+        else:
+            self._begin(facts)
         parts = [
             asyncio.create_task(self._read(call)),
             asyncio.create_task(self._write(call)),
@@ -229,6 +243,7 @@ class WorkerClient:
             model=model_from_proto(welcome.model),
             geometry=geometry_from_proto(welcome.geometry),
             max_num_seqs=welcome.max_num_seqs,
+            max_num_batched_tokens=welcome.max_num_batched_tokens,
         )
         digest = self._listener.expected_digest()
         pairs: list[tuple[str, object, object]] = [
@@ -244,12 +259,11 @@ class WorkerClient:
         return facts
 
     def _begin(self, facts: WorkerFacts) -> None:
-        now = self._clock.now()
         self.facts, self.problem, self.draining = facts, "", False
+        self._probation, self._stalled = None, False
         # Until the first report, which comes with the first heartbeat, the worker counts as empty.
         blocks = facts.geometry.num_blocks
         self.load = WorkerLoad(free_blocks=blocks, total_blocks=blocks)
-        self.load_at = self._last_progress = now
         logger.info("session with %s (%s) is up", self.worker_id, facts.role)
         self._listener.on_connected(self)
 
@@ -258,6 +272,7 @@ class WorkerClient:
             level = logging.INFO if reason == NO_LONGER_USED else logging.WARNING
             logger.log(level, "no session with %s: %s", self.worker_id, reason)
         self.problem = reason
+        self._probation = None
         self._outbox.clear()
         self._pending_reserves.clear()
         if self.facts is not None:
@@ -279,15 +294,27 @@ class WorkerClient:
             case "report":
                 report = event.report
                 load = load_from_proto(report.load)
-                if load.progress != self.load.progress or not _has_work(load):
+                self.load_at = now
+                if self._probation is not None and not self._has_grown(self._probation, load):
+                    return
+                if load.progress != self.load.progress:
                     self._last_progress = now
-                self.load, self.load_at, self.draining = load, now, report.draining
+                self.load, self.draining = load, report.draining
                 self._listener.on_report(self, report)
             case "reserve":
                 self._pending_reserves.pop((event.reserve.request_id, event.reserve.attempt), None)
                 self._listener.on_reserve_reply(self, event.reserve)
             case other:
                 raise _SessionDead(f"unexpected event {other}")
+
+    def _has_grown(self, facts: WorkerFacts, load: WorkerLoad) -> bool:
+        """Whether probation is over; if so the session is up."""
+        if self._first_progress is None:
+            self._first_progress = load.progress
+        if load.progress == self._first_progress:
+            return False
+        self._begin(facts)
+        return True
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         heartbeat = worker_pb2.SessionCommand(heartbeat=worker_pb2.Heartbeat())
@@ -306,7 +333,8 @@ class WorkerClient:
                     raise await _status_of(call) from None
             if not self._outbox:
                 try:
-                    await asyncio.wait_for(self._mail.wait(), max(0.0, beat_at - self._clock.now()))
+                    async with asyncio.timeout(max(0.0, beat_at - self._clock.now())):
+                        await self._mail.wait()
                 except TimeoutError:
                     pass  # time for a heartbeat
 
@@ -321,14 +349,11 @@ class WorkerClient:
             if now - self.load_at > limit:
                 raise _SessionDead(f"silent for {limit} s")
             if now - self._last_progress > limit:
-                raise _SessionDead(f"work but no progress for {limit} s")
+                self._stalled = True
+                raise _SessionDead(f"no progress for {limit} s")
             oldest = min(self._pending_reserves.values(), default=now)
             if now - oldest > limit:
                 raise _SessionDead(f"a reserve has had no reply for {limit} s")
-
-
-def _has_work(load: WorkerLoad) -> bool:
-    return load.running + load.waiting + load.paused > 0
 
 
 async def _status_of(call: grpc.aio.StreamStreamCall) -> PdserveError:

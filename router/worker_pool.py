@@ -212,6 +212,8 @@ class WorkerPool:
             load=client.load,
             block_size=facts.geometry.block_size,
             max_requests=min(self._config.max_running_per_worker, facts.max_num_seqs),
+            # About two steps of work: one that runs, and one that is ready when it ends.
+            max_queued_prefill_tokens=self._config.max_queued_prefill_tokens or 2 * facts.max_num_batched_tokens,
             mine=book.in_flight(),
             decisions=book.decisions,
         )
@@ -227,7 +229,10 @@ class WorkerPool:
         return next((c.facts.model for c in self._clients.values() if c.facts is not None), None)
 
     def limits(self) -> Limits | None:
-        """What a request may ask for; None while no worker that can decode is connected."""
+        """What a request may ask for; None while no worker that can decode is connected.
+
+        The largest KV pool counts: the policy gives a request only to workers that hold it.
+        """
         facts = [c.facts for c in self._clients.values() if c.facts is not None and c.facts.role is not Role.PREFILL]
         if not facts:
             return None

@@ -78,10 +78,6 @@ class EngineLoop:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def _run(self) -> None:
         try:
             self._pin()

@@ -61,6 +61,10 @@ class RoleHandler(Protocol):
         """Open tickets and open sends."""
         ...
 
+    def end_streams(self) -> None:
+        """End the streams that other workers hold open here; the server is about to stop."""
+        ...
+
     def close(self) -> None:
         """End all transfers; the engine loop has stopped."""
         ...

@@ -34,11 +34,10 @@ class Outbox:
             self._dirty = True
             self._condition.notify()
 
-    def step(self, tokens: list[worker_pb2.TokenEvent], notices: list[worker_pb2.RequestNotice]) -> None:
-        """News of one engine step; wakes the stream."""
+    def step(self, tokens: list[worker_pb2.TokenEvent]) -> None:
+        """Tokens of one engine step; wakes the stream."""
         with self._condition:
             self._report.tokens.extend(tokens)
-            self._report.notices.extend(notices)
             self._dirty = True
             self._condition.notify()
 
@@ -51,6 +50,12 @@ class Outbox:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def empty(self) -> bool:
+        """The stream has taken everything."""
+        with self._condition:
+            return not self._dirty and not self._replies
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for news, at most `timeout_s`; False once the outbox is closed."""

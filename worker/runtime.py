@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import ExitStack
 from dataclasses import replace
 
 import grpc
@@ -22,12 +23,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from engine.engine import Engine
 from engine.loader import load_runner
+from engine.sequence import SequenceKind
 from engine.step import ModelRunner
+from kv_transfer.threads import check_cores
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import CODECS, TRANSPORTS, WorkerConfig
-from pdcore.errors import ConfigError, PdserveError
+from pdcore.errors import ConfigError, InvalidRequest, PdserveError
 from pdcore.faults import FaultPoints
-from pdcore.types import PROTOCOL_VERSION, Role, WorkerLoad
+from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, Role, SamplingParams, WorkerLoad
 from protos import membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_to_proto, model_to_proto, role_to_proto
 from worker.engine_loop import EngineLoop
@@ -40,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 # Streams hold a thread each for their whole life: one per router, one per prefill worker that sends here.
 _MAX_STREAMS = 64
+_WARM_UP_TOKENS = 32
+_STUCK_S = 10.0
 
 
 class WorkerRuntime:
@@ -71,14 +76,25 @@ class WorkerRuntime:
         self._make_handler = make_handler
         self._add_services = add_services
         self._make_runner = make_runner
+        self._registration: Registration | None = None
+        self._endings = ExitStack()  # of all that has been started, run last one first
         self._stop_lock = threading.Lock()
-        self._stopped = False
+        self._stopping = threading.Event()
 
     # -- life --------------------------------------------------------------------------------------------------
 
     def start(self, register_timeout_s: float = 30.0) -> None:
         """Load the model, serve, register. Returns once requests can come; raises PdserveError if they cannot."""
+        try:
+            self._start(register_timeout_s)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self, register_timeout_s: float) -> None:
         config = self.config
+        check_cores("engine.cpu_affinity", config.engine.cpu_affinity)
+        check_cores("transfer.cpu_affinity", config.transfer.cpu_affinity)
         _set_threads(config.engine.threads)
         runner = self._make_runner(config)
         self.runner = runner
@@ -89,53 +105,74 @@ class WorkerRuntime:
             on_pressure=self._revoke,
             max_reserved_fraction=config.transfer.max_reserved_fraction,
         )
+        self._warm_up()
         self.hub = SessionHub(
             welcome=self._welcome(),
             load=self.load,
             clock=self.clock,
             heartbeat_s=config.heartbeat_s,
             dead_after_s=config.dead_after_s,
+            on_crash=self.crashed,
         )
         self.loop = EngineLoop(self.engine, threads=config.engine.threads, cpu_affinity=config.engine.cpu_affinity)
         self.handler = self._make_handler(self)
-        self._serve()
+        self._endings.callback(self.handler.close)
+        self.loop.start(self.handler.on_plan, self.handler.on_result, on_crash=self.crashed)
+        self._endings.callback(self._end_loop)
+        threading.Thread(target=self._watch_progress, name="progress-watch", daemon=True).start()
         self.hub.start(self.handler)
-        self.loop.start(
-            on_plan=self.handler.on_plan,
-            on_result=self.handler.on_result,
-            on_crash=lambda error: self.fail(f"the engine failed: {error!r}"),
-        )
+        self._serve()
         self._register(register_timeout_s)
+        if self.failed.is_set():
+            raise PdserveError(self.problem)
         self.health.set("", health_pb2.HealthCheckResponse.SERVING)
         logger.info("%s (%s) serves on %s", config.worker_id, config.role.value, self.address)
 
     def drain(self, timeout_s: float) -> bool:
-        """Take nothing new and wait for what runs; True if nothing is left within `timeout_s`."""
+        """Take nothing new, and wait until what runs is done and told; True if it is within `timeout_s`."""
         self.health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         if self._registration is not None:
             self._registration.drain()
         self.hub.drain()
         deadline = time.monotonic() + timeout_s
-        while self.handler.held() and not self.failed.is_set():
-            if time.monotonic() >= deadline:
+        while self.handler.held() or not self.hub.all_told():
+            if self.failed.is_set() or time.monotonic() >= deadline:
                 return False
             time.sleep(0.02)
-        return not self.handler.held()
+        return True
 
     def stop(self) -> None:
         """End everything that was started, whatever state it is in. Idempotent."""
         with self._stop_lock:
-            if self._stopped:
+            if self._stopping.is_set():
                 return
-            self._stopped = True
-        if self._registration is not None:
-            self._registration.stop()
-        self.hub.close()
+            self._stopping.set()
+        self._endings.close()
+
+    def _end_serving(self) -> None:
         # Streams must be closed before: stop(grace) waits the whole grace while one is open.
+        self.hub.close()
+        self.handler.end_streams()
         self._server.stop(grace=1.0).wait(timeout=5.0)
+
+    def _end_loop(self) -> None:
         if not self.loop.stop():
             logger.error("the engine loop did not end; a step is stuck")
-        self.handler.close()
+
+    def crashed(self, error: BaseException) -> None:
+        """A thread without which this worker cannot do its work has ended by `error`."""
+        self.fail(f"{threading.current_thread().name} has failed: {error!r}")
+
+    def _watch_progress(self) -> None:
+        """Fail if the engine's loop stands still, so that this worker is not routed to, and is started anew."""
+        limit = max(_STUCK_S, 3 * self.config.dead_after_s)
+        seen, since = -1, self.clock.now()
+        while not self._stopping.wait(0.5):
+            progress, now = self._progress(), self.clock.now()
+            if progress != seen:
+                seen, since = progress, now
+            elif now - since > limit and not self.failed.is_set():
+                self.fail(f"the engine has made no progress for {limit:g} s")
 
     def fail(self, problem: str) -> None:
         """This worker can do no more: leave the cluster and drop the sessions, so that routers replay elsewhere."""
@@ -149,8 +186,24 @@ class WorkerRuntime:
 
     def load(self) -> WorkerLoad:
         tickets, sends = self.handler.transfers()
-        progress = self.loop.looks + self.runner.progress.total(self.runner.geometry.num_layers)
-        return replace(self.engine.load(), open_tickets=tickets, open_sends=sends, progress=progress)
+        return replace(self.engine.load(), open_tickets=tickets, open_sends=sends, progress=self._progress())
+
+    def _progress(self) -> int:
+        return self.loop.looks + self.runner.progress.total(self.runner.geometry.num_layers)
+
+    def _warm_up(self) -> None:
+        """Run a small request before the first real one, which would pay for lazy set-up otherwise (about 1 s)."""
+        tokens = min(_WARM_UP_TOKENS, self.engine.max_model_len - 2)
+        if tokens < 1:
+            return
+        key = RequestKey("warm-up", 0)
+        spec = RequestSpec(key, (0,) * tokens, SamplingParams(max_tokens=2, temperature=0.0))
+        try:
+            self.engine.add(spec, SequenceKind.GENERATE)
+        except InvalidRequest:  # a pool too small even for this: nothing to warm
+            return
+        while (plan := self.engine.schedule()) is not None:
+            self.engine.apply(plan, self.engine.execute(plan))
 
     def _revoke(self, ticket_owner: str) -> None:
         self.handler.revoke(ticket_owner)
@@ -192,10 +245,10 @@ class WorkerRuntime:
         except RuntimeError as error:
             raise ConfigError("worker.port", f"{host}:{port}", f"an address that can be bound ({error})") from error
         self.address = f"{host}:{bound}"
+        self._endings.callback(self._end_serving)
         self._server.start()
 
     def _register(self, timeout_s: float) -> None:
-        self._registration: Registration | None = None
         if not self.config.controller:
             return
         description = membership_pb2.WorkerDescription(
@@ -213,13 +266,12 @@ class WorkerRuntime:
             heartbeat_s=self.config.heartbeat_s,
             on_refused=lambda words: self.fail(f"the controller refused this worker: {words}"),
         )
+        self._endings.callback(self._registration.stop)
         self._registration.start()
         deadline = time.monotonic() + timeout_s
         while not self._registration.wait_registered(0.1):
             if self.failed.is_set() or time.monotonic() >= deadline:
-                problem = self.problem or f"no answer from the controller at {self.config.controller}"
-                self.stop()
-                raise PdserveError(problem)
+                raise PdserveError(self.problem or f"no answer from the controller at {self.config.controller}")
 
 
 def _set_threads(threads: int) -> None:

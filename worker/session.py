@@ -56,6 +56,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
     Args:
         welcome: answer to a Hello that fits. load: the load to report, now.
         heartbeat_s: seconds between reports without news. dead_after_s: silence that ends a session.
+        on_crash: called if the watch over silent routers fails.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         clock: Clock,
         heartbeat_s: float,
         dead_after_s: float,
+        on_crash: Callable[[BaseException], None],
     ) -> None:
         self._welcome = welcome
         self._load = load
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
+        self._on_crash = on_crash
         self._lock = threading.RLock()
         self._sessions: dict[str, RouterSession] = {}
         self._owners: dict[RequestKey, RouterSession] = {}
@@ -99,7 +102,12 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         with self._lock:
             sessions = list(self._sessions.values())
         for session in sessions:
-            session.outbox.step([], [])
+            session.outbox.step([])
+
+    def all_told(self) -> bool:
+        """Every stream has taken all news for its router."""
+        with self._lock:
+            return all(session.outbox.empty for session in self._sessions.values())
 
     def close(self) -> None:
         """End every session; their requests are aborted."""
@@ -108,7 +116,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             sessions = list(self._sessions.values())
         for session in sessions:
             self._end(session, "the worker stops")
-        if self._watchdog.ident is not None:
+        if self._watchdog.ident is not None and self._watchdog is not threading.current_thread():
             self._watchdog.join(timeout=5.0)
 
     # -- Reporter ----------------------------------------------------------------------------------------------
@@ -123,7 +131,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
                 event.request_id, event.attempt = bare_id(key), key.attempt
                 by_session.setdefault(session, []).append(event)
         for session, tokens in by_session.items():
-            session.outbox.step(tokens, [])
+            session.outbox.step(tokens)
 
     def notice(self, key: RequestKey, notice: worker_pb2.RequestNotice) -> None:
         with self._lock:
@@ -192,10 +200,10 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         )
         with self._lock:
             old = self._sessions.get(session.router_id)
-        if old is not None:
-            self._end(old, "superseded by a new session of the same router")
-        with self._lock:
             self._sessions[session.router_id] = session
+        if old is not None:
+            # No command of the new session is read before this is done: the old one's work is released first.
+            self._end(old, "superseded by a new session of the same router")
         if self._stopped.is_set():
             self._end(session, "the worker stops")
         logger.info("session of router %s (%s) begins", session.router_id, session.router_incarnation)
@@ -217,6 +225,13 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             self.handler.abort(key, f"session ended: {reason}")
 
     def _watch(self) -> None:
+        try:
+            self._end_silent_sessions()
+        except Exception as error:
+            logger.exception("the watch over sessions has failed")
+            self._on_crash(error)
+
+    def _end_silent_sessions(self) -> None:
         while not self._stopped.wait(min(0.25, self._heartbeat_s)):
             limit = self._clock.now() - self._dead_after_s
             with self._lock:

@@ -47,13 +47,16 @@ def serve(
     Exit codes: 0 drained, 1 failed or requests were cut off, 2 a bad flag or configuration, 130 interrupted.
 
     As a job on a running Ray cluster, set RAY_JOB_STOP_WAIT_TIME_S in the job's runtime environment to more than
-    drain_timeout_s, or Ray kills the job 3 s after `ray job stop`, drained or not.
+    drain_timeout_s, or Ray kills the job 3 s after `ray job stop`, drained or not. The job's `python` is the one on
+    PATH when `ray start` ran: activate the virtual environment first.
 
     Examples:
 
       pdserve serve --prefill 1 --decode 2 --grpc-port 50051
 
       pdserve serve --config cluster.yaml --set router.max_queue=64
+
+      ray start --head
 
       ray job submit --working-dir . --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
       -- python -m cluster serve --prefill 1 --decode 1

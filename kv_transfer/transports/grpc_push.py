@@ -81,14 +81,17 @@ class GrpcPushLink:
     def cancel(self) -> None:
         self._call.cancel()
 
-    def close(self, timeout_s: float) -> None:
+    def finish(self) -> None:
         with self._changed:
             self._finishing = True
             self._changed.notify_all()
-        self._reader.join(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        self.finish()
+        self._reader.join(timeout_s / 2)
         if self._reader.is_alive():
             self._call.cancel()
-            self._reader.join(timeout_s)
+            self._reader.join(timeout_s / 2)
 
     def _post(self, item: _Frame | tuple[PushMessage, Callable[[], None] | None]) -> None:
         with self._changed:

@@ -16,8 +16,9 @@ from kv_transfer.messages import (
     Welcome,
 )
 from pdcore.errors import FrameError
-from pdcore.types import KvGeometry, RequestKey
+from pdcore.types import RequestKey
 from protos import kv_pb2
+from protos.convert import geometry_from_proto, geometry_to_proto
 
 
 def message_to_proto(message: PushMessage) -> kv_pb2.PushMessage:
@@ -57,7 +58,7 @@ def message_to_proto(message: PushMessage) -> kv_pb2.PushMessage:
                     worker_id=message.worker_id,
                     worker_incarnation=message.worker_incarnation,
                     receiver_incarnation=message.receiver_incarnation,
-                    geometry=_geometry_to_proto(message.geometry),
+                    geometry=geometry_to_proto(message.geometry),
                 )
             )
 
@@ -95,7 +96,7 @@ def message_from_proto(message: kv_pb2.PushMessage) -> PushMessage:
                 worker_id=hello.worker_id,
                 worker_incarnation=hello.worker_incarnation,
                 receiver_incarnation=hello.receiver_incarnation,
-                geometry=_geometry_from_proto(hello.geometry),
+                geometry=geometry_from_proto(hello.geometry),
             )
         case _:
             raise FrameError("a push message of a kind that is not known here")
@@ -131,7 +132,7 @@ def reply_to_proto(reply: PushReply) -> kv_pb2.PushReply:
                 welcome=kv_pb2.PushWelcome(
                     protocol=reply.protocol,
                     worker_incarnation=reply.worker_incarnation,
-                    geometry=_geometry_to_proto(reply.geometry),
+                    geometry=geometry_to_proto(reply.geometry),
                     codecs=reply.codecs,
                     credit_bytes=reply.credit_bytes,
                 )
@@ -157,7 +158,7 @@ def reply_from_proto(reply: kv_pb2.PushReply) -> PushReply:
             return Welcome(
                 protocol=welcome.protocol,
                 worker_incarnation=welcome.worker_incarnation,
-                geometry=_geometry_from_proto(welcome.geometry),
+                geometry=geometry_from_proto(welcome.geometry),
                 codecs=tuple(welcome.codecs),
                 credit_bytes=welcome.credit_bytes,
             )
@@ -171,27 +172,3 @@ def _ref_to_proto(ref: TicketRef) -> kv_pb2.TicketRef:
 
 def _ref_from_proto(ref: kv_pb2.TicketRef) -> TicketRef:
     return TicketRef(ref.ticket_id, ref.generation)
-
-
-def _geometry_to_proto(geometry: KvGeometry) -> kv_pb2.Geometry:
-    return kv_pb2.Geometry(
-        model_digest=geometry.model_digest,
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=geometry.dtype,
-        block_size=geometry.block_size,
-        num_blocks=geometry.num_blocks,
-    )
-
-
-def _geometry_from_proto(geometry: kv_pb2.Geometry) -> KvGeometry:
-    return KvGeometry(
-        model_digest=geometry.model_digest,
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=geometry.dtype,
-        block_size=geometry.block_size,
-        num_blocks=geometry.num_blocks,
-    )

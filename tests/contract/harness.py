@@ -15,13 +15,13 @@ import torch
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.transport import SendOutcome
-from kv_transfer.transports.grpc_options import SERVER_OPTIONS
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import TransferConfig
 from pdcore.faults import FaultPoints
 from pdcore.types import KvGeometry, KvTicket, KvTransferStats, RequestKey
 from protos import kv_pb2, kv_pb2_grpc
 from tests.support.kv_store import MemoryKvStore
+from worker.grpc_options import SERVER_OPTIONS
 
 WAIT_S = 20.0
 """Bound of every wait: far above what any of them takes."""
@@ -90,7 +90,10 @@ class Sending:
 
 
 class Pair:
-    """A sender and a receiver with their stores. Use as a context manager."""
+    """A sender and a receiver with their stores. Use as a context manager.
+
+    `crashes`: what their threads died of; a test that wants one clears it, else leaving fails.
+    """
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Pair:
         self.host = RecordingHost()
         self.clock = clock or MonotonicClock()
         self.layers: dict[int, int] = {}
+        self.crashes: list[BaseException] = []
         self.receiver, self.server, self.port = self._serve(receiver_config or config, incarnation, port, change)
         self.address = f"127.0.0.1:{self.port}"
         self.sender = KvSender(
@@ -120,6 +124,7 @@ class Pair:
             layers_done=lambda step_id: self.layers.get(step_id, 0),
             clock=self.clock,
             faults=FaultPoints(),
+            on_crash=self.crashes.append,
         )
 
     def _serve(
@@ -133,6 +138,7 @@ class Pair:
             host=self.host,
             clock=self.clock,
             faults=FaultPoints(),
+            on_crash=self.crashes.append,
         )
         server = grpc.server(ThreadPoolExecutor(8), options=SERVER_OPTIONS)
         servicer = receiver.servicer()
@@ -147,6 +153,7 @@ class Pair:
     def __exit__(self, *exc: object) -> None:
         self.sender.close()
         self.stop_receiver()
+        assert self.crashes == []
 
     def stop_receiver(self) -> None:
         self.receiver.close()

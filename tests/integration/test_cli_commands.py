@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.config_file import load_config
-from cluster.demo import DemoRequest, demo_rounds, write_json
+from cluster.demo import DemoRequest, check_disaggregated, demo_rounds, write_json
 from cluster.demo_view import LineView, PanelView, make_view
 from cluster.timeline import Answer, timeline_table
+from pdcore.errors import PdserveError
 from protos import generation_pb2, kv_pb2
 
 COMMANDS = ("serve", "generate", "status", "demo", "models", "config")
@@ -91,6 +92,7 @@ def finished(name: str) -> Answer:
                 finish_reason=generation_pb2.FINISH_REASON_STOP,
                 usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=1),
                 timeline=generation_pb2.Timeline(
+                    mode="disaggregated",
                     prefill_worker="prefill-0",
                     decode_worker="decode-0",
                     kv=kv_pb2.TransferStats(
@@ -113,6 +115,23 @@ def test_demo_json_has_the_documented_keys(tmp_path: Path) -> None:
     keys += ["prefill_worker", "decode_worker", "kv"]
     assert list(data["requests"][0]) == keys
     assert list(data["requests"][0]["kv"]) == ["blocks", "raw_bytes", "wire_bytes", "codec", "transport", "seconds"]
+
+
+def test_demo_fails_unless_every_request_was_disaggregated() -> None:
+    good, local, silent, cancelled = (finished(name) for name in ("good", "local", "silent", "cancelled"))
+    check_disaggregated([good, good])
+    assert local.end is not None
+    local.end.timeline.mode, local.end.timeline.reason = "local", "no prefill worker"
+    assert silent.end is not None
+    silent.end.timeline.ClearField("kv")
+    assert cancelled.end is not None
+    cancelled.end.finish_reason = generation_pb2.FINISH_REASON_CANCELLED
+    with pytest.raises(PdserveError, match=r"'local' was not disaggregated.*no prefill worker"):
+        check_disaggregated([good, local])
+    with pytest.raises(PdserveError, match=r"'silent' was not disaggregated.* 0 bytes of KV"):
+        check_disaggregated([silent])
+    with pytest.raises(PdserveError, match="'cancelled' was not completed"):
+        check_disaggregated([good, cancelled])
 
 
 def test_timeline_has_a_column_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:

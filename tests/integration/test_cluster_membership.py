@@ -12,6 +12,7 @@ import pytest
 from cluster.membership import MembershipServer
 from pdcore.errors import ConfigError
 from protos import kv_pb2, membership_pb2, membership_pb2_grpc, worker_pb2
+from router.membership import MembershipWatcher
 
 SERVING = membership_pb2.WORKER_STATE_SERVING
 DRAINING = membership_pb2.WORKER_STATE_DRAINING
@@ -220,6 +221,19 @@ async def test_stop_ends_every_stream_at_once() -> None:
         await asyncio.wait_for(cluster.server.stop(), 5.0)
         assert await asyncio.wait_for(registration.code(), 5.0) == grpc.StatusCode.UNAVAILABLE
         await asyncio.wait_for(watch.code(), 5.0)
+
+
+async def test_a_watcher_stops_whatever_comes_at_that_moment() -> None:
+    """`asyncio.wait_for` loses a cancellation that comes together with a result, before Python 3.12."""
+    async with serving() as cluster:
+        for i in range(60):
+            watcher = MembershipWatcher(cluster.server.address, "watcher", lambda members: None)
+            watcher.start()
+            await asyncio.sleep(0.03)
+            await cluster.register(describe(incarnation=f"i{i}"))
+            await asyncio.sleep(0.0002 * (i % 20))
+            async with asyncio.timeout(2.0):
+                await watcher.stop()
 
 
 async def test_taken_port_is_refused() -> None:

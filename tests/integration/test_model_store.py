@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -208,6 +210,35 @@ def test_two_processes_racing_convert_once(tiny_gguf: Path, tmp_path: Path) -> N
     assert sorted(output[1] for output in outputs) == ["0", "1"]
 
 
+def test_cancelled_while_another_process_converts(tiny_gguf: Path, converted: tuple[Path, Path]) -> None:
+    cache, folder = converted
+    lines: list[str] = []
+    with (cache / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ModelError, match="cancelled"):
+            resolve_model(str(tiny_gguf), cache, lines.append, lambda: bool(lines))
+    assert lines == [f"waiting for another process to finish with {folder.name}"]
+
+
+@pytest.mark.parametrize("asked_before", range(0, 24, 4))
+def test_cancelled_conversion_leaves_nothing_and_can_be_done_again(
+    tiny_gguf: Path, tmp_path: Path, asked_before: int
+) -> None:
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > asked_before
+
+    cache = tmp_path / "cache"
+    with pytest.raises(ModelError, match="cancelled"):
+        resolve_model(str(tiny_gguf), cache, None, cancelled)
+    assert asked == asked_before + 1
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    assert resolve_model(str(tiny_gguf), cache).path.is_dir()
+
+
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.1, 0.9, 0.9999])
 def test_truncated_gguf_is_refused_by_name(tiny_gguf: Path, tmp_path: Path, part: float) -> None:
     data = tiny_gguf.read_bytes()
@@ -225,6 +256,36 @@ def test_foreign_files_are_refused(tmp_path: Path) -> None:
     other = write_tiny_gguf(tmp_path / "other.gguf", architecture="qwen2")
     with pytest.raises(ModelError, match="'qwen2' is not supported"):
         resolve_model(str(other), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("alignment", [0, -32])
+def test_impossible_alignment_is_refused_by_name(tmp_path: Path, alignment: int) -> None:
+    key = b"general.alignment"
+    header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
+    (tmp_path / "odd.gguf").write_bytes(header + struct.pack("<Ii", 5, alignment))
+    with pytest.raises(ModelError, match=rf"odd\.gguf: general\.alignment is {alignment}"):
+        GgufFile(tmp_path / "odd.gguf")
+
+
+@pytest.mark.parametrize("factor", [None, 0.0, -1.0, float("inf"), float("nan"), "4"])
+def test_linear_rope_scaling_needs_a_factor(tiny_gguf: Path, factor: object) -> None:
+    with GgufFile(tiny_gguf) as file:
+        file.metadata |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+        assert hf_config(file)["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+        if factor is None:
+            del file.metadata["llama.rope.scaling.factor"]
+        else:
+            file.metadata["llama.rope.scaling.factor"] = factor
+        with pytest.raises(ModelError, match=r"tiny model\.gguf: .*llama\.rope\.scaling\.factor"):
+            hf_config(file)
+
+
+@pytest.mark.parametrize("heads", [0, [4, 4]])
+def test_impossible_head_count_is_refused_by_name(tiny_gguf: Path, heads: object) -> None:
+    with GgufFile(tiny_gguf) as file:
+        file.metadata["llama.attention.head_count"] = heads
+        with pytest.raises(ModelError, match=r"tiny model\.gguf: llama\.attention\.head_count is"):
+            hf_config(file)
 
 
 def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from pdcore.config import EngineConfig, SchedulerConfig, TransferConfig, WorkerConfig
@@ -54,9 +52,12 @@ def worker_config(
     )
 
 
-def _die_with_parent() -> None:
-    """A test process that is killed must not leave workers behind: let the kernel see to it (PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+# A test process that is killed must not leave workers behind: the kernel sees to it (PR_SET_PDEATHSIG). The child
+# asks for it itself: code between fork and exec is not safe in a process with gRPC's threads.
+_RUN_MODULE = (
+    "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 class WorkerProcess:
@@ -86,12 +87,11 @@ class WorkerProcess:
         path.write_text(to_json(self.config))
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE[self.config.role], str(path)],
+                [sys.executable, "-c", _RUN_MODULE, _MODULE[self.config.role], str(path)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 cwd=REPOSITORY,
-                preexec_fn=_die_with_parent,
             )
 
     def wait_ready(self, timeout_s: float = 60.0) -> None:
@@ -142,10 +142,6 @@ class WorkerProcess:
                 self._process.wait(10.0)
         if self._process.stdout is not None:
             self._process.stdout.close()
-
-
-def with_faults(config: WorkerConfig, *plans: FaultPlan) -> WorkerConfig:
-    return replace(config, faults=plans)
 
 
 def eventually(condition, timeout_s: float, what: str, interval_s: float = 0.02):  # type: ignore[no-untyped-def]

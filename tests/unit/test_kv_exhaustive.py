@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pytest
+
 from kv_transfer.manifest import FrameSpan, Manifest, frames_digest
 from kv_transfer.planning import Computing
 from kv_transfer.receiving import (
@@ -450,7 +452,7 @@ def explore(world: World, visit: Callable[[State], None]) -> int:
     return len(seen)
 
 
-def test_every_interleaving() -> None:
+def test_every_interleaving(capsys: pytest.CaptureFixture[str]) -> None:
     world = World()
 
     def visit(state: State) -> None:
@@ -461,8 +463,10 @@ def test_every_interleaving() -> None:
         assert end.released ^ end.committed == (1 << open_senders) - 1, "a ticket has not exactly one end"
 
     states = explore(world, visit)
-    print(
-        f"explored {states} states, {len(world.tables.values)} of the table, {len(world.sessions.values)} of a sender"
-    )
+    with capsys.disabled():
+        print(
+            f"\nexplored {states} states, {len(world.tables.values)} of the table, "
+            f"{len(world.sessions.values)} of a sender"
+        )
     expected = {"committed", "aborted", "refused", "frame", "disconnected", "timeout"}
     assert world.outcomes == {(sender, outcome) for sender in (0, 1) for outcome in expected}

@@ -1,0 +1,101 @@
+"""What keeps the workers alive, and the actor shells, without a Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from ray.exceptions import RaySystemError
+
+from cluster import pools
+from cluster.config import ClusterConfig
+from cluster.pools import WorkerPools
+from cluster.ray_session import RaySession
+from decode_worker.actor import DecodeActor
+from pdcore.errors import ConfigError, PdserveError
+from prefill_worker.actor import PrefillActor
+from worker.hosted import HostedInfo
+
+
+class ScriptedWorker:
+    """A worker that dies once; `ready` and then each `create` go as told (None: well)."""
+
+    worker_id = "decode-0"
+
+    def __init__(self, ready: Sequence[Exception | None], create: Sequence[Exception | None]) -> None:
+        self._ready, self._create = list(ready), list(create)
+        self._died = False
+        self.stops = 0
+
+    def create(self) -> None:
+        error = self._create.pop(0)
+        if error is not None:
+            raise error
+
+    async def ready(self, timeout_s: float) -> HostedInfo:
+        error = self._ready.pop(0)
+        if error is not None:
+            raise error
+        return HostedInfo(self.worker_id, "incarnation", "127.0.0.1:1", 17)
+
+    async def watch(self) -> str:
+        if self._died:
+            await asyncio.Event().wait()
+        self._died = True
+        return "killed"
+
+    async def stop(self) -> None:
+        self.stops += 1
+
+
+async def kept(worker: ScriptedWorker, last: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Start the worker, let it die, and return what is reported, up to the line with `last` in it."""
+    monkeypatch.setattr(pools, "_FIRST_BACKOFF_S", 0.01)
+    config = ClusterConfig()
+    lines: list[str] = []
+    seen = asyncio.Event()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if last in line:
+            seen.set()
+
+    cluster = WorkerPools([], config, RaySession(True, True, "127.0.0.1", {}), report)
+    cluster.workers = [worker]  # type: ignore[list-item]
+    await cluster.start(10.0)
+    try:
+        async with asyncio.timeout(20.0):
+            await seen.wait()
+    finally:
+        await cluster.stop()
+    return lines
+
+
+async def test_worker_comes_back_though_its_name_is_taken_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = ConfigError("name", "pdserve", "a name that no cluster in this Ray has yet")
+    worker = ScriptedWorker(
+        ready=[None, PdserveError("gone for good"), TimeoutError(), None],
+        create=[None, taken, RaySystemError("the GCS is away"), None, None],
+    )
+    lines = await kept(worker, "is back", monkeypatch)
+    problems = [line.rpartition("s: ")[2] for line in lines if "is not back" in line]
+    assert problems[0] == "gone for good"
+    assert "a name that no cluster" in problems[1]
+    assert "the GCS is away" in problems[2]
+    assert problems[3] == "not ready after 120 s"
+    assert lines[-1] == "decode-0 is back at 127.0.0.1:1 (pid 17)"
+    assert worker.stops == 5  # after each failure, so that nothing of the last try is left, and at the end
+
+
+async def test_failed_keeper_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ScriptedWorker(ready=[None, KeyError("a bug")], create=[None])
+    lines = await kept(worker, "watched no longer", monkeypatch)
+    assert "decode-0" in lines[-1]
+    assert "a bug" in lines[-1]
+
+
+@pytest.mark.parametrize("shell", [PrefillActor, DecodeActor])
+def test_actor_that_could_not_start_shuts_down_quietly(shell) -> None:  # type: ignore[no-untyped-def]
+    plain = shell.__ray_metadata__.modified_class
+    object.__new__(plain).__ray_shutdown__()
