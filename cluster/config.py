@@ -128,7 +128,7 @@ class RouterSection(Section):
     max_queued_prefill_tokens: int = Field(
         default=0,
         ge=0,
-        description="prompt tokens that one worker may hold queued, more wait in the router; 0: two steps of the worker",
+        description="prompt tokens that one worker may hold queued, more wait in the router; 0: two of its steps",
     )
     max_running_per_worker: int = Field(default=64, ge=1, description="requests on one decode worker at most")
     max_replays: int = Field(default=3, ge=0, description="how often a request is run again after its worker died")

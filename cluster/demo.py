@@ -56,7 +56,7 @@ def demo_rounds() -> list[list[DemoRequest]]:
     summarise = f"Summarise the following article in three sentences.\n\n{document}"
     return [
         [DemoRequest("chat", _input("chat.txt"), 48)],
-        [DemoRequest("document", summarise, 48), DemoRequest("code", _input("code.txt"), 64)],
+        [DemoRequest("document", summarise, 32), DemoRequest("code", _input("code.txt"), 40)],
     ]
 
 
@@ -92,8 +92,8 @@ def check_disaggregated(answers: Sequence[Answer]) -> None:
         if timeline.mode != "disaggregated" or timeline.kv.wire_bytes == 0:
             raise PdserveError(
                 f"request {answer.name!r} was not disaggregated: its mode was {timeline.mode!r} ({timeline.reason}), "
-                f"and {timeline.kv.wire_bytes} bytes of KV travelled from {timeline.prefill_worker or 'nowhere'!r} to "
-                f"{timeline.decode_worker or 'nowhere'!r}; a worker was lost or unreachable, try again"
+                f"and {timeline.kv.wire_bytes} bytes of KV travelled from {timeline.prefill_worker or 'nowhere'!r} "
+                f"to {timeline.decode_worker or 'nowhere'!r}; a worker was lost or unreachable, try again"
             )
 
 

@@ -478,7 +478,7 @@ class Dispatcher:
             return  # `_give_up_waiting` sees to that
         for active in [a for a in map(self._active.get, self._queue.waiting()) if a is not None]:
             since = active.no_route_since
-            if since is None or now - since < self._no_route_grace_s:
+            if since is None or now < since + self._no_route_grace_s:
                 continue
             self._route(active, workers, now)  # a look may be long ago
             if active.no_route_since is not None:

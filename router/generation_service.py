@@ -170,7 +170,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeReply:
         check_model(request.model, self._config.served_name)
-        return generation_pb2.TokenizeReply(token_ids=await tokenize_input(request, self._text_model, None))
+        return generation_pb2.TokenizeReply(token_ids=await tokenize_input(request, self._text_model, self._limits()))
 
     @_with_status
     async def Detokenize(

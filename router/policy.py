@@ -164,9 +164,7 @@ def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | 
     return _local(request, aggregated, "request_too_large_for_decode_pool" if decode_pool else "decode_pool_empty")
 
 
-def _local(
-    request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str
-) -> Route | NoRoute:
+def _local(request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str) -> Route | NoRoute:
     if not workers:
         return NoRoute(busy=False, reason="no decode or aggregated worker that holds the whole request")
     ready = [w for w in workers if _can_prefill(request, w) and _has_room(request, w)]
@@ -186,9 +184,7 @@ def _local(
     return Route(Mode.LOCAL, best.worker_id, None, reason)
 
 
-def _least_prefill(
-    request: RouteRequest, workers: Sequence[WorkerSnapshot]
-) -> WorkerSnapshot | None:
+def _least_prefill(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
     return min(
         (worker for worker in workers if _can_prefill(request, worker)),
         key=lambda w: (

@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
 
-from pdcore.errors import ModelError
+from pdcore.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
 from router.text import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 
 logger = logging.getLogger(__name__)
 
 THREADS = 2
+SLICE_CHARS = 64 << 10
+"""Characters that a thread tokenises at once of a text that may be too long; about 0.1 s."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 T = TypeVar("T")
 
@@ -112,23 +114,54 @@ class TextModel:
         """Tokens that have a text; a model's embedding may have more rows."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    async def tokenize(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the tokens that the model wants around it (BOS)."""
-        return await self._run(lambda: self._tokenizer.encode(text).ids)
+    async def tokenize(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids of a plain prompt, with the tokens that the model wants around it (BOS).
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        Raises:
+            InvalidRequest: it has clearly more than `max_tokens`, found without tokenising all of it. A result may
+                still have more.
+        """
+        await self._refuse_too_long("prompt", text, max_tokens)
+        return await self._run(lambda: self._encode(text, add_special_tokens=True))
+
+    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message.
 
         Raises:
-            InvalidRequest: the template does not accept these messages.
+            InvalidRequest: the template does not accept these messages; or as for `tokenize`.
         """
         template = self._chat_template
         assert template is not None, "validated before"
+        text = await self._run(lambda: template.render(messages))
+        await self._refuse_too_long("chat", text, max_tokens)
+        return await self._run(lambda: self._encode(text, add_special_tokens=False))
 
-        def render_and_encode() -> list[int]:
-            return self._tokenizer.encode(template.render(messages), add_special_tokens=False).ids
+    async def _refuse_too_long(self, field: str, text: str, max_tokens: int) -> None:
+        """Count the tokens of a long text slice by slice, and stop at too many.
 
-        return await self._run(render_and_encode)
+        A text that passes is tokenised again as a whole, since a cut may change the tokens around it. Around one cut
+        they are at most those that one token's characters make by themselves: that many are not counted. Every slice
+        is a turn of its own in the thread pool, so that others get theirs in between.
+        """
+        if len(text) <= SLICE_CHARS:
+            return
+        count = start = 0
+        while start < len(text):
+            stop = _cut(text, start)
+            piece = text[start:stop]
+            ids = await self._run(lambda: self._encode(piece, add_special_tokens=False))  # noqa: B023  # awaited here
+            count += max(0, len(ids) - self.max_token_chars)
+            if count > max_tokens:
+                raise InvalidRequest(
+                    field,
+                    f"the first {stop} of its {len(text)} characters have more tokens than the context of "
+                    f"{max_tokens} tokens holds",
+                )
+            start = stop
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # Unlike `encode` this lets the event loop run meanwhile: it gives up the interpreter lock.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of whole outputs, special tokens skipped. Every id must be below the model's vocabulary size."""
@@ -172,6 +205,15 @@ class TextModel:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _cut(text: str, start: int) -> int:
+    """Where the slice that begins at `start` ends: before white space in its last part if there is any."""
+    stop = start + SLICE_CHARS
+    if stop >= len(text):
+        return len(text)
+    space = max(text.rfind(" ", stop - 1024, stop), text.rfind("\n", stop - 1024, stop))
+    return stop if space < 0 else space
 
 
 def _decoder_types(tokenizer: Tokenizer) -> frozenset[str]:

@@ -108,19 +108,31 @@ async def validate(
 async def tokenize_input(
     message: generation_pb2.TokenizeRequest | generation_pb2.GenerateRequest,
     text_model: TextModel,
-    limits: Limits | None,
+    limits: Limits,
 ) -> list[int]:
-    """Token ids of a text prompt or a chat. Without `limits` the length is not bounded here.
+    """Token ids of a text prompt or a chat, `context_tokens` at most.
 
     Raises:
-        InvalidRequest: empty, far too long to fit (found without tokenising it), or refused by the template.
+        InvalidRequest: empty, too long (if by far, found without tokenising all of it), or refused by the template.
     """
+    field = message.WhichOneof("input")
+    tokens = await _text_tokens(message, text_model, limits)
+    if len(tokens) > limits.context_tokens:
+        raise InvalidRequest(
+            str(field), f"has {len(tokens)} tokens, more than the context of {limits.context_tokens} tokens holds"
+        )
+    return tokens
+
+
+async def _text_tokens(
+    message: generation_pb2.TokenizeRequest | generation_pb2.GenerateRequest, text_model: TextModel, limits: Limits
+) -> list[int]:
     match message.WhichOneof("input"):
         case "prompt":
             if not message.prompt:
                 raise InvalidRequest("prompt", "must not be empty")
             _check_chars("prompt", len(message.prompt), text_model, limits)
-            return await text_model.tokenize(message.prompt)
+            return await text_model.tokenize(message.prompt, limits.context_tokens)
         case "chat":
             return await _chat_tokens(message.chat, text_model, limits)
         case _:
@@ -207,23 +219,29 @@ async def _prompt_tokens(
     return tokens
 
 
-async def _chat_tokens(chat: generation_pb2.Chat, text_model: TextModel, limits: Limits | None) -> list[int]:
+async def _chat_tokens(chat: generation_pb2.Chat, text_model: TextModel, limits: Limits) -> list[int]:
     if not text_model.has_chat_template:
         raise InvalidRequest("chat", "this model has no chat template; use prompt or token_ids")
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must have at least one message")
+    if len(chat.messages) > limits.context_tokens:  # each is one token at least
+        raise InvalidRequest(
+            "chat.messages",
+            f"must be at most the context of {limits.context_tokens} tokens, got {len(chat.messages)}",
+        )
     for index, entry in enumerate(chat.messages):
         if entry.role not in CHAT_ROLES:
             raise InvalidRequest(
                 f"chat.messages[{index}].role", f"must be one of {', '.join(CHAT_ROLES)}, got {entry.role[:32]!r}"
             )
     _check_chars("chat", sum(len(entry.content) for entry in chat.messages), text_model, limits)
-    return await text_model.tokenize_chat([{"role": m.role, "content": m.content} for m in chat.messages])
+    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+    return await text_model.tokenize_chat(messages, limits.context_tokens)
 
 
-def _check_chars(field: str, chars: int, text_model: TextModel, limits: Limits | None) -> None:
-    """Refuse what cannot fit however well it tokenises, before seconds are spent on tokenising it."""
-    if limits is not None and chars > limits.context_tokens * text_model.max_token_chars:
+def _check_chars(field: str, chars: int, text_model: TextModel, limits: Limits) -> None:
+    """Refuse what cannot fit however well it tokenises, before any of it is tokenised."""
+    if chars > limits.context_tokens * text_model.max_token_chars:
         raise InvalidRequest(
             field, f"{chars} characters cannot fit into the context of {limits.context_tokens} tokens"
         )

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pdcore.errors import DeadlineExceeded, InvalidRequest, Overloaded, ReplaysExhausted, Unavailable
+from pdcore.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ReplaysExhausted, Unavailable
 from pdcore.types import RequestKey, Role
 from protos import worker_pb2
 from router.client import AsyncClient, Sampling
+from router.tracker import RequestTracker
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import NullWorker, token_of
 from tests.support.tiny_model import tiny_llama
@@ -341,6 +342,105 @@ async def test_a_worker_that_stands_still_is_dead(model: Path, how: str) -> None
         assert answer.token_ids == expected([8], 10)
         assert (answer.end.timeline.decode_worker, answer.end.timeline.replays) == (other.worker_id, 1)
         await cluster.empty()  # the session's end released the rest
+
+
+async def test_a_hung_worker_gets_nothing_until_it_moves_again(model: Path) -> None:
+    workers = [*pair(), NullWorker("d1", Role.DECODE)]
+    async with NullCluster(model, workers, dead_after_s=0.6) as cluster:
+        pool = cluster.dispatcher.pool
+        hung = cluster["d0"]
+        hung.hung = True  # with nothing to do: an idle worker that stands still is dead too
+        await until(lambda: pool.snapshot("d0") is None, "the router knows")
+        # It answers, so that sessions with it come up again and again; none of them counts.
+        seen, sessions = 0, hung.sessions
+        while seen < 3:
+            await until(lambda known=sessions: hung.sessions > known, "the router tries again")
+            seen, sessions = seen + 1, hung.sessions
+            for _ in range(5):
+                assert pool.snapshot("d0") is None
+                answer = await cluster.client.complete([seen], Sampling(max_tokens=2))
+                assert (answer.end.timeline.decode_worker, answer.end.timeline.replays) == ("d1", 0)
+                await asyncio.sleep(0.05)
+        problem = next(s.problem for s in pool.statuses() if s.worker.worker_id == "d0")
+        assert "no progress" in problem
+        hung.hung = False
+        await until(lambda: pool.snapshot("d0") is not None, "it is used again")
+        cluster["d1"].draining = True
+        await until(lambda: pool.snapshot("d1") is None, "the router knows")
+        assert (await cluster.client.complete([1], Sampling(max_tokens=2))).end.timeline.decode_worker == "d0"
+
+
+async def test_an_idle_worker_that_moves_stays_connected(model: Path) -> None:
+    async with NullCluster(model, pair(), dead_after_s=0.4) as cluster:
+        await asyncio.sleep(1.5)
+        assert [worker.sessions for worker in cluster.workers.values()] == [1, 1]
+
+
+async def test_a_request_goes_to_a_worker_that_can_hold_it(model: Path) -> None:
+    workers = [NullWorker("p0", Role.PREFILL, num_blocks=2), NullWorker("d0", Role.DECODE, num_blocks=8)]
+    workers.append(NullWorker("d1", Role.DECODE))
+    async with NullCluster(model, workers, no_route_grace_s=0.5) as cluster:
+        for number in range(4):
+            answer = await cluster.client.complete([number], Sampling(max_tokens=128))
+            assert answer.end.timeline.decode_worker == "d1"
+        answer = await cluster.client.complete([1] * 40, Sampling(max_tokens=2))
+        assert answer.end.timeline.reason == "prompt_too_large_for_prefill_pool"
+        # The only worker that holds it dies: it waits for a restart, but not for ever.
+        Crash(cluster["d1"], "token", index=3)
+        with pytest.raises(Unavailable, match="KV cache"):
+            await cluster.client.complete([1], Sampling(max_tokens=128))
+        assert cluster["d0"].commands.total() <= 4  # the short ones
+        assert (await cluster.client.complete([1], Sampling(max_tokens=4))).end.timeline.decode_worker == "d0"
+
+
+async def test_the_bound_of_queued_prefill_is_two_steps_of_the_worker(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        snapshot = cluster.dispatcher.pool.snapshot("p0")
+        assert snapshot is not None
+        assert snapshot.max_queued_prefill_tokens == 1024
+    async with NullCluster(model, pair(), max_queued_prefill_tokens=300) as cluster:
+        snapshot = cluster.dispatcher.pool.snapshot("p0")
+        assert snapshot is not None
+        assert snapshot.max_queued_prefill_tokens == 300
+
+
+@pytest.mark.parametrize("news", ["prefill_done", "kv_received", "failed", "reserve_granted", "worker_lost"])
+async def test_a_bug_in_one_request_ends_no_session(model: Path, monkeypatch: pytest.MonkeyPatch, news: str) -> None:
+    workers = [*pair(), NullWorker("d1", Role.DECODE)]
+    async with NullCluster(model, workers) as cluster:
+        original = getattr(RequestTracker, news)
+
+        def broken(tracker: RequestTracker, *arguments: object, **options: object) -> object:
+            if tracker.request_id == "buggy":
+                raise RuntimeError("a bug")
+            return original(tracker, *arguments, **options)
+
+        monkeypatch.setattr(RequestTracker, news, broken)
+        gate = cluster["d0"].hook = cluster["d1"].hook = Gate("token", index=2, only="other")
+        other = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=5), request_id="other"))
+        await gate.reached.wait()
+        if news == "failed":
+            cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_TRANSFER
+        buggy_gate = Gate("prefill")
+        if news == "worker_lost":
+            cluster["p0"].hook = buggy_gate
+        buggy = asyncio.ensure_future(cluster.client.complete([2], Sampling(max_tokens=5), request_id="buggy"))
+        if news == "worker_lost":
+            await buggy_gate.reached.wait()
+            await cluster["p0"].crash()
+        with pytest.raises(InternalError, match="buggy"):
+            await buggy
+        gate.opened.set()
+        answer = await other
+        assert (answer.token_ids, answer.end.timeline.replays) == (expected([1], 5), 0)
+        assert cluster["d0"].sessions == cluster["d1"].sessions == 1
+
+
+async def test_nothing_is_armed_after_the_stop(model: Path) -> None:
+    async with NullCluster(model, pair(), no_route_grace_s=0.05) as cluster:
+        dispatcher = cluster.dispatcher
+        await cluster.router.stop()
+        assert dispatcher._no_route_timer is None or dispatcher._no_route_timer.cancelled()
 
 
 async def test_replays_are_bounded(model: Path) -> None:

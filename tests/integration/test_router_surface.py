@@ -74,6 +74,10 @@ async def test_errors_come_back_as_they_were_meant(model: Path) -> None:
         ):
             with pytest.raises(UnknownModel):
                 await call
+        with pytest.raises(InvalidRequest, match="has 4097 tokens"):
+            await cluster.client.tokenize("x" * 4097)
+        with pytest.raises(InvalidRequest, match="cannot fit"):
+            await cluster.client.tokenize("x" * (8 << 20))
         with pytest.raises(InvalidRequest, match="vocabulary"):
             await cluster.client.detokenize([10_000])
 

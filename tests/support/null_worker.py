@@ -71,8 +71,9 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
 
     Attributes:
         held: what it holds, by request. commands: how often each command came, by (name, request id).
-        silent: says nothing any more, heartbeats included, but keeps its connections.
-        hung: claims to have running work, but makes no step. draining: what its reports say.
+        sessions: that it ever had. silent: says nothing any more, heartbeats included, but keeps its connections.
+        hung: its engine stands still: nothing runs, progress does not grow, but it goes on reporting.
+        draining: what its reports say.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         self.commands: Counter[tuple[str, str]] = Counter()
         self.hook, self.refuse, self.script = hook, refuse, script
         self.step_s = step_s
+        self.sessions = 0
         self.silent = self.hung = self.draining = False
         self._max_num_seqs = max_num_seqs
         self._heartbeat_s = heartbeat_s
@@ -153,6 +155,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
                     grpc.StatusCode.FAILED_PRECONDITION, f"{name} differs: ours is {ours!r}, theirs is {theirs!r}"
                 )
         session = _Session()
+        self.sessions += 1
         welcome = worker_pb2.Welcome(
             protocol=PROTOCOL_VERSION,
             worker_id=self.worker_id,
@@ -201,7 +204,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         return worker_pb2.Load(
             step=self._step,
             progress=self._step,
-            running=len(sequences) - paused + int(self.hung),
+            running=0 if self.hung else len(sequences) - paused,
             paused=paused,
             queued_prefill_tokens=sum(job.tokens - 1 for job in jobs if job.phase == "prefill"),
             free_blocks=max(0, self.geometry.num_blocks - used),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.types import Role, WorkerLoad
-from router.policy import InFlight, Mode, NoRoute, PolicyLimits, Route, RouteRequest, WorkerSnapshot, choose
+from router.policy import InFlight, Mode, NoRoute, Route, RouteRequest, WorkerSnapshot, choose
 
-LIMITS = PolicyLimits(max_queued_prefill_tokens=1024)
 FREE = WorkerLoad(free_blocks=100, total_blocks=100)
 
 
@@ -21,7 +21,16 @@ NOTHING = InFlight()
 def worker(
     name: str, role: Role, load: WorkerLoad = FREE, mine: InFlight = NOTHING, decisions: int = 0
 ) -> WorkerSnapshot:
-    return WorkerSnapshot(name, role, load, block_size=16, max_requests=8, mine=mine, decisions=decisions)
+    return WorkerSnapshot(
+        name,
+        role,
+        load,
+        block_size=16,
+        max_requests=8,
+        max_queued_prefill_tokens=1024,
+        mine=mine,
+        decisions=decisions,
+    )
 
 
 def p(name: str = "p0", queued: int = 0, **mine: int) -> WorkerSnapshot:
@@ -37,18 +46,22 @@ def a(name: str = "a0", running: int = 0) -> WorkerSnapshot:
 
 
 def route(request: RouteRequest, *workers: WorkerSnapshot) -> Route:
-    chosen = choose(request, workers, LIMITS)
+    chosen = choose(request, workers)
     assert isinstance(chosen, Route), chosen
     return chosen
 
 
 def no_route(request: RouteRequest, *workers: WorkerSnapshot) -> NoRoute:
-    chosen = choose(request, workers, LIMITS)
+    chosen = choose(request, workers)
     assert isinstance(chosen, NoRoute), chosen
     return chosen
 
 
-SHORT = RouteRequest(prompt_tokens=100)
+def asks(prompt_tokens: int, total_tokens: int = 0, **options: Any) -> RouteRequest:
+    return RouteRequest(prompt_tokens, total_tokens or prompt_tokens + 1, **options)
+
+
+SHORT = asks(100)
 
 
 def test_disaggregates_when_both_pools_serve() -> None:
@@ -87,7 +100,7 @@ def test_what_was_just_sent_counts_though_no_report_has_it() -> None:
 def test_a_report_that_crossed_a_request_hides_nothing() -> None:
     # The report came after the request was sent, but was made before it arrived: nothing is new, 900 tokens are mine.
     mine = {"prefill_tokens": 1900, "longest_prefill": 950, "requests": 2}
-    assert no_route(RouteRequest(200), p(**mine), d()).busy is True
+    assert no_route(asks(200), p(**mine), d()).busy is True
 
 
 def test_equals_take_turns() -> None:
@@ -99,19 +112,19 @@ def test_equals_take_turns() -> None:
 
 
 def test_prefill_queue_is_bounded_but_an_idle_worker_takes_any_length() -> None:
-    assert route(RouteRequest(1500), p(), d()).prefill == "p0"
-    assert route(RouteRequest(1500), p(queued=1024), d()).prefill == "p0"
-    assert no_route(RouteRequest(1500), p(queued=1025), d()).busy is True
+    assert route(asks(1500), p(), d()).prefill == "p0"
+    assert route(asks(1500), p(queued=1024), d()).prefill == "p0"
+    assert no_route(asks(1500), p(queued=1025), d()).busy is True
 
 
 def test_a_short_prompt_passes_a_long_one_and_a_second_long_one_waits() -> None:
     long_one = {"queued": 10_000, "prefill_tokens": 10_000, "longest_prefill": 10_000, "requests": 1}
-    assert route(RouteRequest(50), p(**long_one), d()).prefill == "p0"
-    assert route(RouteRequest(1024), p(**long_one), d()).prefill == "p0"
-    assert no_route(RouteRequest(1025), p(**long_one), d()).busy is True
+    assert route(asks(50), p(**long_one), d()).prefill == "p0"
+    assert route(asks(1024), p(**long_one), d()).prefill == "p0"
+    assert no_route(asks(1025), p(**long_one), d()).busy is True
     with_short_ones = long_one | {"queued": 11_000, "prefill_tokens": 11_000, "requests": 6}
-    assert route(RouteRequest(24), p(**with_short_ones), d()).prefill == "p0"
-    assert no_route(RouteRequest(25), p(**with_short_ones), d()).busy is True
+    assert route(asks(24), p(**with_short_ones), d()).prefill == "p0"
+    assert no_route(asks(25), p(**with_short_ones), d()).busy is True
 
 
 def test_a_full_decode_pool() -> None:
@@ -126,18 +139,18 @@ def test_an_aggregated_worker_takes_what_full_pools_cannot() -> None:
 
 
 def test_a_replay_with_delivered_tokens_is_local() -> None:
-    chosen = route(RouteRequest(100, resumes=True), p(), d())
+    chosen = route(asks(100, resumes=True), p(), d())
     assert chosen == Route(Mode.LOCAL, "d0", None, "replay")
-    assert route(RouteRequest(100, resumes=True), p(), d(), a(running=5)).decode == "d0"
+    assert route(asks(100, resumes=True), p(), d(), a(running=5)).decode == "d0"
 
 
 def test_local_only() -> None:
-    assert route(RouteRequest(100, local_only=True), p(), d()).mode is Mode.LOCAL
+    assert route(asks(100, local_only=True), p(), d()).mode is Mode.LOCAL
 
 
 def test_exclude_is_hard_and_avoid_is_soft() -> None:
-    assert no_route(RouteRequest(100, exclude=frozenset({"d0"})), p(), d()).busy is False
-    avoiding = RouteRequest(100, avoid=frozenset({"d0", "p0"}))
+    assert no_route(asks(100, exclude=frozenset({"d0"})), p(), d()).busy is False
+    avoiding = asks(100, avoid=frozenset({"d0", "p0"}))
     chosen = route(avoiding, p("p0"), p("p1", queued=900), d("d0"), d("d1", running=7))
     assert (chosen.prefill, chosen.decode) == ("p1", "d1")
     assert route(avoiding, p("p0"), d("d0")).decode == "d0"
@@ -145,8 +158,32 @@ def test_exclude_is_hard_and_avoid_is_soft() -> None:
 
 def test_a_prompt_larger_than_the_prefill_pools_cache_runs_locally() -> None:
     small = worker("p0", Role.PREFILL, WorkerLoad(free_blocks=4, total_blocks=4))
-    assert route(RouteRequest(64), small, d()).reason == "prefill_pool_empty"
-    assert route(RouteRequest(63), small, d()).mode is Mode.DISAGGREGATED
+    assert route(asks(64), small, d()) == Route(Mode.LOCAL, "d0", None, "prompt_too_large_for_prefill_pool")
+    assert route(asks(64), small, d(), a()) == Route(Mode.LOCAL, "a0", None, "prompt_too_large_for_prefill_pool")
+    assert route(asks(63), small, d()).mode is Mode.DISAGGREGATED
+    assert route(asks(64), small, p("p1"), d()).prefill == "p1"
+
+
+def test_only_a_worker_that_holds_prompt_and_output_decodes() -> None:
+    small = worker("small", Role.DECODE, WorkerLoad(free_blocks=4, total_blocks=4))
+    busy = d("large", running=5)
+    assert route(asks(20, 64), p(), small, busy).decode == "small"
+    assert route(asks(20, 65), p(), small, busy).decode == "large"
+    assert route(asks(20, 65), small, busy).decode == "large"
+    assert route(asks(20, 65, resumes=True), p(), small, busy).decode == "large"
+    assert route(asks(20, 65, local_only=True), p(), small, busy).decode == "large"
+    assert no_route(asks(20, 65), p(), small).busy is False
+    assert route(asks(20, 65), p(), small, a()).reason == "request_too_large_for_decode_pool"
+    little = worker("little", Role.AGGREGATED, WorkerLoad(free_blocks=4, total_blocks=4))
+    assert no_route(asks(20, 65), little).busy is False
+    assert route(asks(20, 65), little, a("a1", running=5)).decode == "a1"
+
+
+def test_each_worker_has_its_own_bound_of_queued_prefill() -> None:
+    slow = replace(p("p0", queued=257), max_queued_prefill_tokens=256)
+    assert no_route(asks(600), slow, d()).busy is True
+    assert route(asks(600), slow, p("p1", queued=512), d()).prefill == "p1"
+    assert route(asks(600), replace(slow, max_queued_prefill_tokens=257), d()).prefill == "p0"
 
 
 @given(
@@ -167,10 +204,11 @@ def test_a_route_always_fits(drawn: list[tuple[Role, int, int, int]], tokens: in
         f"w{i}": worker(f"w{i}", role, replace(FREE, running=running, queued_prefill_tokens=queued, free_blocks=free))
         for i, (role, running, queued, free) in enumerate(drawn)
     }
-    chosen = choose(RouteRequest(tokens, resumes=resumes), list(pool.values()), LIMITS)
+    chosen = choose(asks(tokens, resumes=resumes), list(pool.values()))
     if isinstance(chosen, NoRoute):
         return
     decode = pool[chosen.decode]
+    assert decode.capacity_tokens > tokens
     assert decode.role is not Role.PREFILL
     assert decode.requests < decode.max_requests
     assert decode.requests == 0 or decode.free_blocks * decode.block_size > tokens

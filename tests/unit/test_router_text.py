@@ -220,9 +220,9 @@ async def test_tokenizes_as_transformers_does(tmp_path: Path) -> None:
     reference = AutoTokenizer.from_pretrained(folder)
     model = TextModel.load(folder)
     messages = [{"role": "user", "content": "hé 日本"}]
-    assert await model.tokenize("hé <|eos|> 日本") == reference("hé <|eos|> 日本")["input_ids"]
+    assert await model.tokenize("hé <|eos|> 日本", 64) == reference("hé <|eos|> 日本")["input_ids"]
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert await model.tokenize_chat(messages) == expected
+    assert await model.tokenize_chat(messages, 64) == expected
     assert model.end_token_ids == (257,)
 
 

@@ -11,8 +11,8 @@ from pdcore.errors import InvalidRequest, UnknownModel
 from protos import generation_pb2
 from router.admission import PriorityClass
 from router.client import Sampling, build_request
-from router.tokenizer import TextModel
-from router.validation import GenerationRequest, Limits, validate
+from router.tokenizer import SLICE_CHARS, TextModel
+from router.validation import GenerationRequest, Limits, tokenize_input, validate
 from tests.support.tiny_model import tiny_llama
 
 # The tokenizer knows one token, <|eos|>, that is past this vocabulary.
@@ -56,6 +56,7 @@ BAD = {
     "chat length": (build_request([{"role": "user", "content": "x" * 64}]), "chat", "context of 64 tokens"),
     "hopeless length": (build_request("x" * 10**6), "prompt", "1000000 characters cannot fit"),
     "hopeless chat": (build_request([{"role": "user", "content": "x" * 10**6}]), "chat", "cannot fit"),
+    "many messages": (build_request([{"role": "user", "content": ""}] * 65), "chat.messages", "64 tokens, got 65"),
     "prompt and output": (ok(max_tokens=60), "sampling.max_tokens", r"prompt \(5 tokens\).*\(60\).*64"),
     "max_tokens": (ok(max_tokens=0), "sampling.max_tokens", "at least 1"),
     "min_tokens": (ok(max_tokens=5, min_tokens=6), "sampling.min_tokens", r"at most max_tokens \(5\), got 6"),
@@ -151,4 +152,61 @@ async def test_generation_config_defaults(tmp_path_factory: pytest.TempPathFacto
 
 async def test_chat_is_rendered(model: TextModel) -> None:
     request = await check(build_request([{"role": "user", "content": "hi"}]), model)
-    assert request.prompt == tuple(await model.tokenize("<user>hi\n<assistant>"))
+    assert request.prompt == tuple(await model.tokenize("<user>hi\n<assistant>", 64))
+
+
+class Encodes:
+    """Records how many characters are tokenised at once."""
+
+    def __init__(self, model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.chars: list[int] = []
+        encode = model._encode
+
+        def recorded(text: str, *, add_special_tokens: bool) -> list[int]:
+            self.chars.append(len(text))
+            return encode(text, add_special_tokens=add_special_tokens)
+
+        monkeypatch.setattr(model, "_encode", recorded)
+
+
+LONG = "some words \n" * 60_000
+LONG_INPUTS = {
+    "prompt": build_request(LONG),
+    "chat": build_request([{"role": "user", "content": LONG}]),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_INPUTS)
+async def test_of_an_over_long_text_little_is_tokenised(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # By its characters it could fit: 14 of them are one token at best.
+    limits = Limits(context_tokens=65_000, vocab_size=512)
+    assert len(LONG) < limits.context_tokens * model.max_token_chars
+    for message in (LONG_INPUTS[kind], generation_pb2.TokenizeRequest(prompt=LONG)):
+        encodes = Encodes(model, monkeypatch)
+        with pytest.raises(InvalidRequest, match="more tokens than the context of 65000 tokens") as caught:
+            await tokenize_input(message, model, limits)
+        assert caught.value.field in (kind, "prompt")
+        assert len(encodes.chars) == 1
+        assert encodes.chars[0] <= SLICE_CHARS
+
+
+async def test_a_long_text_that_fits_is_tokenised_as_a_whole(
+    model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = model._encode(LONG, add_special_tokens=True)
+    fits = Limits(context_tokens=len(whole), vocab_size=512)
+    encodes = Encodes(model, monkeypatch)
+    assert await tokenize_input(build_request(LONG), model, fits) == whole
+    *slices, last = encodes.chars
+    assert last == len(LONG) == sum(slices)
+    assert max(slices) <= SLICE_CHARS
+    with pytest.raises(InvalidRequest, match="more"):
+        await tokenize_input(build_request(LONG), model, Limits(len(whole) - 1, 512))
+
+
+@pytest.mark.parametrize("text", ["x" * (3 * SLICE_CHARS + 1), "ab " * SLICE_CHARS, " " * (2 * SLICE_CHARS)])
+async def test_slices_refuse_nothing_that_fits(model: TextModel, text: str) -> None:
+    whole = model._encode(text, add_special_tokens=True)
+    assert await model.tokenize(text, len(whole)) == whole
