@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/en
 import numpy as np
 import torch
 
-from kv_transfer.codecs.base import Codec
-from kv_transfer.codecs.registry import CODECS
+from kv_transfer.codecs.base import Codec, SectionShape
+from kv_transfer.codecs.registry import STANDARD
 from kv_transfer.frames import FrameLimits, decode_header
 from kv_transfer.manifest import FrameSpan, TicketRef
 from kv_transfer.packing import pack_frame, unpack_frame
@@ -117,8 +117,9 @@ class CodecRun:
         spent = dict.fromkeys(self.seconds, 0.0)
         self.payload_bytes = 0
         for frame, span in zip(self.frames, self.spans, strict=True):
-            for section in frame.view(torch.uint8).numpy().reshape(2, -1):
-                self._section(section, spent)
+            for kind, section in enumerate(frame.view(torch.uint8).numpy().reshape(2, -1)):
+                heads, dim = self.limits.head_count, self.limits.head_dim
+                self._section(section, SectionShape(kind, self.dtype, *span, 0, heads, dim), spent)
             start = time.thread_time()
             packed = pack_frame(frame, self.limits, span, self.codec)
             between = time.thread_time()
@@ -129,16 +130,16 @@ class CodecRun:
         for name, seconds in spent.items():
             self.seconds[name].append(seconds)
 
-    def _section(self, section: np.ndarray, spent: dict[str, float]) -> None:
+    def _section(self, section: np.ndarray, shape: SectionShape, spent: dict[str, float]) -> None:
         start = time.thread_time()
-        parts = self.codec.encode(section, self.dtype)
+        parts = self.codec.encode(section, shape)
         spent["encode"] += time.thread_time() - start
-        codec = self.codec if parts is not None else CODECS["raw"]
+        codec = self.codec if parts is not None else STANDARD["raw"]
         payload = memoryview(b"".join(parts) if parts is not None else section.tobytes())
         self.payload_bytes += len(payload)
         out = np.zeros_like(section)
         start = time.thread_time()
-        codec.decode(payload, self.dtype, out)
+        codec.decode(payload, shape, out)
         spent["decode"] += time.thread_time() - start
         assert np.array_equal(out, section)
 
@@ -174,7 +175,7 @@ def main() -> None:
 
         save_file({"kv": kv.contiguous()}, args.save)
     dtype = str(kv.dtype).removeprefix("torch.")
-    runs = [CodecRun(codec, kv, dtype, args.frame_tokens) for codec in CODECS.values() if dtype in codec.dtypes]
+    runs = [CodecRun(codec, kv, dtype, args.frame_tokens) for codec in STANDARD if dtype in codec.dtypes]
     for _ in range(args.rounds):
         for run in runs:
             run.round()

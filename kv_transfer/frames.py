@@ -15,33 +15,48 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
+from kv_transfer.checksum import crc32
 from kv_transfer.manifest import FrameSpan, TicketRef
 from pdcore.errors import FrameError
 from pdcore.types import DTYPE_BYTES, KvGeometry, RequestKey
 
 MAGIC: Final = b"PDKVFRAM"
-VERSION: Final = 1
+VERSION: Final = 2
 ALIGNMENT: Final = 64
 MAX_FRAME_TOKENS: Final = 256
 KIND_K: Final = 0
 KIND_V: Final = 1
 LAYOUT_CANONICAL: Final = 1  # a section is [layer, token, head, dim]
 
-CODEC_IDS: Final[Mapping[str, int]] = MappingProxyType({"raw": 1, "zstd": 2, "bexp-zstd": 3})
-CODEC_VERSIONS: Final[Mapping[str, int]] = MappingProxyType({"raw": 1, "zstd": 1, "bexp-zstd": 1})
+CODEC_IDS: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "raw": 1,
+        "zstd": 2,
+        "bexp-zstd": 3,
+        "bexp3": 4,
+        "q8": 5,
+        "q8-zstd": 6,
+        "k6v4": 7,
+        "k4v4": 8,
+        "tc4": 9,
+        "fp8": 10,
+    }
+)
+CODEC_VERSIONS: Final[Mapping[str, int]] = MappingProxyType(dict.fromkeys(CODEC_IDS, 1))
+LOSSLESS_CODECS: Final = frozenset({"raw", "zstd", "bexp-zstd", "bexp3"})
+NO_TAG: Final = bytes(16)
 DTYPE_IDS: Final[Mapping[str, int]] = MappingProxyType({"float32": 1, "bfloat16": 2, "float16": 3})
 
 _CODEC_NAMES: Final = MappingProxyType({number: name for name, number in CODEC_IDS.items()})
 
 # magic, version, header bytes | header crc | frame bytes, flags, sections, codec id, codec version, dtype, layout,
 # ticket, generation, attempt, layers, heads, head dim, zero, tokens, raw bytes, payload bytes, request tag,
-# model tag, calibration digest (zero), codec parameters (zero), zero
+# model tag, calibration digest, codec parameters, zero
 _LEAD: Final = struct.Struct("<8sHH")
 _CRC: Final = struct.Struct("<I")
 _REST: Final = struct.Struct("<IHHBBBBIQIHHHHHHIIII16s32s16s16s40s")
@@ -62,7 +77,9 @@ class Section:
         kind: `KIND_K` or `KIND_V`.
         codec: name of the codec of this payload: the frame's, or ``raw`` where the frame's codec did not pay.
         offset: of the payload, bytes from the frame's start. payload_bytes: its length.
-        raw_bytes: length once decoded. checksum: CRC-32 of the decoded bytes.
+        raw_bytes: length once decoded.
+        checksum: CRC-32 of the decoded bytes; 0 for a lossy codec, whose decoders may round differently.
+        payload_checksum: CRC-32 of the payload.
     """
 
     kind: int
@@ -71,17 +88,28 @@ class Section:
     payload_bytes: int
     raw_bytes: int
     checksum: int
+    payload_checksum: int
+
+    @property
+    def binding(self) -> int:
+        """The checksum that the manifest's digest covers: of the decoded bytes wherever they are the same for all."""
+        return _binding(self.codec, self.checksum, self.payload_checksum)
 
 
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
-    """A frame's header, decoded. `request_tag` and `model_tag` are as `request_tag()` and `model_tag()` give them."""
+    """A frame's header, decoded. `request_tag` and `model_tag` are as `request_tag()` and `model_tag()` give them.
+
+    `codec` is the codec's plain name; `calibration` and `parameters` (16 bytes each) are for it to check.
+    """
 
     ref: TicketRef
     attempt: int
     request_tag: bytes
     model_tag: bytes
     codec: str
+    calibration: bytes
+    parameters: bytes
     dtype: str
     span: FrameSpan
     head_start: int
@@ -92,8 +120,8 @@ class FrameHeader:
 
     @property
     def checksums(self) -> tuple[int, ...]:
-        """CRC-32 of each section's decoded bytes, as the manifest's digest wants them."""
-        return tuple(section.checksum for section in self.sections)
+        """What the manifest's digest covers, section by section."""
+        return tuple(section.binding for section in self.sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +130,11 @@ class FrameLimits:
 
     Attributes:
         ref, key: the ticket and the request it was granted for.
-        model_tag: of the receiver's model. dtype, num_layers, head_start, head_count, head_dim: its cache.
+        model_tag: of the receiver's model. dtype, num_layers, head_dim: its cache.
+        head_start, head_count: the heads that travel.
         token_start, token_end: tokens that are expected, ``prefix_tokens`` and ``num_tokens`` of the ticket.
-        codecs: names of acceptable codecs; ``raw`` is always accepted as a section's fallback.
+        codecs: acceptable codecs, a calibrated one as `wire_name` gives it; ``raw`` is always accepted as a
+            section's fallback.
     """
 
     ref: TicketRef
@@ -129,25 +159,28 @@ class FrameLimits:
         token_start: int,
         token_end: int,
         codecs: tuple[str, ...],
+        heads: tuple[int, int] | None = None,
     ) -> FrameLimits:
-        """Limits of a ticket that takes all heads of `geometry`."""
+        """Limits of a ticket. `heads`: the range (first, count) of it that counts; all of `geometry` if None."""
+        head_start, head_count = heads or (0, geometry.num_kv_heads)
         return cls(
             ref=ref,
             key=key,
             model_tag=model_tag(geometry.model_digest),
             dtype=geometry.dtype,
             num_layers=geometry.num_layers,
-            head_start=0,
-            head_count=geometry.num_kv_heads,
+            head_start=head_start,
+            head_count=head_count,
             head_dim=geometry.head_dim,
             token_start=token_start,
             token_end=token_end,
             codecs=codecs,
         )
 
-    def section_bytes(self, span: FrameSpan) -> int:
-        """Decoded bytes of K (or V) of `span`."""
-        return span.layer_count * span.token_count * self.head_count * self.head_dim * DTYPE_BYTES[self.dtype]
+    def section_bytes(self, span: FrameSpan, heads: int | None = None) -> int:
+        """Decoded bytes of K (or V) of `span` for so many heads; all of the range if None."""
+        count = self.head_count if heads is None else heads
+        return span.layer_count * span.token_count * count * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def frame_bound(self, span: FrameSpan) -> int:
         """Bytes that a frame of `span` has at most; exactly that if no section compresses."""
@@ -171,6 +204,12 @@ def model_tag(model_digest: str) -> bytes:
     return hashlib.sha256(model_digest.encode()).digest()
 
 
+def wire_name(codec: str, calibration: bytes) -> str:
+    """How a codec is called in tickets and welcomes: a calibrated one with its calibration, so that names agree only
+    where the two ends can read each other."""
+    return codec if calibration == NO_TAG else f"{codec}:{calibration.hex()}"
+
+
 def _align(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
@@ -182,26 +221,46 @@ def misfit(problem: str) -> FrameError:
     return error
 
 
+class PackedSection(NamedTuple):
+    """What the header says of one payload. `codec`: the one used, a plain name; checksums as in `Section`."""
+
+    codec: str
+    payload_bytes: int
+    checksum: int
+    payload_checksum: int
+
+    @property
+    def binding(self) -> int:
+        """As `Section.binding`."""
+        return _binding(self.codec, self.checksum, self.payload_checksum)
+
+
 def encode_header(
-    limits: FrameLimits, span: FrameSpan, codec: str, payloads: tuple[tuple[str, int, int], ...]
+    limits: FrameLimits,
+    span: FrameSpan,
+    codec: str,
+    sections: tuple[PackedSection, ...],
+    *,
+    calibration: bytes = NO_TAG,
+    parameters: bytes = NO_TAG,
 ) -> bytes:
     """Header of a frame whose payloads are known.
 
     Args:
         limits: the ticket's.
-        codec: the codec that was asked for.
-        payloads: (codec used, payload bytes, CRC-32 of the decoded bytes) of K, then of V.
+        codec: plain name of the codec that was asked for; `calibration` and `parameters` are its.
+        sections: of K, then of V.
 
     Returns:
         `HEADER_BYTES` bytes. `section_offsets` tells where the payloads go.
     """
     raw = limits.section_bytes(span)
-    offsets = section_offsets(tuple(size for _, size, _ in payloads))
-    frame_bytes = offsets[-1] + payloads[-1][1]
+    offsets = section_offsets(tuple(section.payload_bytes for section in sections))
+    frame_bytes = offsets[-1] + sections[-1].payload_bytes
     rest = _REST.pack(
         frame_bytes,
         0,
-        len(payloads),
+        len(sections),
         CODEC_IDS[codec],
         CODEC_VERSIONS[codec],
         DTYPE_IDS[limits.dtype],
@@ -217,20 +276,31 @@ def encode_header(
         0,
         span.token_start,
         span.token_count,
-        raw * len(payloads),
-        sum(size for _, size, _ in payloads),
+        raw * len(sections),
+        sum(section.payload_bytes for section in sections),
         request_tag(limits.key.request_id),
         limits.model_tag,
-        bytes(16),
-        bytes(16),
+        calibration,
+        parameters,
         bytes(40),
     )
     table = b"".join(
-        _SECTION.pack(kind, CODEC_IDS[used], CODEC_VERSIONS[used], 0, offset, size, raw, checksum, 0, 0)
-        for kind, ((used, size, checksum), offset) in enumerate(zip(payloads, offsets, strict=True))
+        _SECTION.pack(
+            kind,
+            CODEC_IDS[section.codec],
+            CODEC_VERSIONS[section.codec],
+            0,
+            offset,
+            section.payload_bytes,
+            raw,
+            section.checksum,
+            section.payload_checksum,
+            0,
+        )
+        for kind, (section, offset) in enumerate(zip(sections, offsets, strict=True))
     )
     lead = _LEAD.pack(MAGIC, VERSION, HEADER_BYTES)
-    crc = zlib.crc32(table, zlib.crc32(rest, zlib.crc32(bytes(_CRC.size), zlib.crc32(lead))))
+    crc = crc32(table, crc32(rest, crc32(bytes(_CRC.size), crc32(lead))))
     return lead + _CRC.pack(crc) + rest + table
 
 
@@ -264,7 +334,7 @@ def decode_header(frame: memoryview, limits: FrameLimits) -> FrameHeader:
         raise FrameError(f"header length {header_bytes} is outside [{FIXED_BYTES}, {len(frame)}]")
     (crc,) = _CRC.unpack_from(frame, _CRC_OFFSET)
     after = _CRC_OFFSET + _CRC.size
-    found = zlib.crc32(frame[after:header_bytes], zlib.crc32(bytes(_CRC.size), zlib.crc32(frame[:_CRC_OFFSET])))
+    found = crc32(frame[after:header_bytes], crc32(bytes(_CRC.size), crc32(frame[:_CRC_OFFSET])))
     if crc != found:
         raise FrameError("header checksum mismatch")
     # From here on the header is what the sender wrote: what does not fit now never will.
@@ -314,9 +384,9 @@ def _check_fields(frame: memoryview, limits: FrameLimits) -> FrameHeader:
     _expect("head dim", head_dim, limits.head_dim)
     _expect("section count", section_count, 2)
     _expect("flags and reserved fields", (flags, zero), (0, 0))
-    if any(calibration) or any(parameters) or any(reserved):
+    if any(reserved):
         raise misfit("reserved fields are not zero")
-    codec = _codec(codec_id, codec_version, limits.codecs)
+    codec = _codec(codec_id, codec_version, calibration, limits.codecs)
     span = FrameSpan(layer_start, layer_count, token_start, token_count)
     if layer_count < 1 or layer_start + layer_count > limits.num_layers:
         raise misfit(f"layers {layer_start}+{layer_count} are outside [0, {limits.num_layers})")
@@ -326,7 +396,7 @@ def _check_fields(frame: memoryview, limits: FrameLimits) -> FrameHeader:
         raise misfit(
             f"tokens {token_start}+{token_count} are outside [{limits.token_start}, {limits.token_end}) of the ticket"
         )
-    sections = _read_sections(frame, limits, span, codec)
+    sections = _read_sections(frame, limits.section_bytes(span, head_count), codec)
     _expect("raw length", raw_bytes, sum(section.raw_bytes for section in sections))
     _expect("payload length", payload_bytes, sum(section.payload_bytes for section in sections))
     return FrameHeader(
@@ -335,6 +405,8 @@ def _check_fields(frame: memoryview, limits: FrameLimits) -> FrameHeader:
         request_tag=request,
         model_tag=model,
         codec=codec,
+        calibration=calibration,
+        parameters=parameters,
         dtype=limits.dtype,
         span=span,
         head_start=head_start,
@@ -345,9 +417,8 @@ def _check_fields(frame: memoryview, limits: FrameLimits) -> FrameHeader:
     )
 
 
-def _read_sections(frame: memoryview, limits: FrameLimits, span: FrameSpan, codec: str) -> tuple[Section, ...]:
+def _read_sections(frame: memoryview, expected_raw: int, codec: str) -> tuple[Section, ...]:
     """The section table, every entry where and as large as the format says; the gaps checked to be zero."""
-    expected_raw = limits.section_bytes(span)
     sections: list[Section] = []
     end = HEADER_BYTES
     for kind in (KIND_K, KIND_V):
@@ -355,26 +426,42 @@ def _read_sections(frame: memoryview, limits: FrameLimits, span: FrameSpan, code
             _SECTION.unpack_from(frame, FIXED_BYTES + kind * _SECTION.size)
         )
         _expect("section kind", found_kind, kind)
-        _expect("reserved section fields", (zero, payload_crc, reserved), (0, 0, 0))
-        used = _codec(codec_id, codec_version, (codec, "raw"))
+        _expect("reserved section fields", (zero, reserved), (0, 0))
+        used = _plain_codec(codec_id, codec_version)
+        if used not in (codec, "raw"):
+            raise misfit(f"a section in codec {used} within a frame in {codec}")
+        if checksum and used not in LOSSLESS_CODECS:
+            raise misfit(f"codec {used} is lossy: its decoded bytes have no checksum")
         _expect("raw length of a section", raw, expected_raw)
         if not 1 <= size <= raw or (used == "raw" and size != raw):
             raise misfit(f"a {used} payload of {size} bytes for {raw} decoded ones")
         _expect("section offset", offset, _align(end))
         if any(frame[end:offset]):
             raise FrameError("the gap between sections is not zero")
-        sections.append(Section(kind, used, offset, size, raw, checksum))
+        sections.append(Section(kind, used, offset, size, raw, checksum, payload_crc))
         end = offset + size
     _expect("end of the last section", end, len(frame))
     return tuple(sections)
 
 
-def _codec(codec_id: int, version: int, accepted: tuple[str, ...]) -> str:
+def _binding(codec: str, checksum: int, payload_checksum: int) -> int:
+    return checksum if codec in LOSSLESS_CODECS else payload_checksum
+
+
+def _plain_codec(codec_id: int, version: int) -> str:
     name = _CODEC_NAMES.get(codec_id)
-    if name is None or name not in (*accepted, "raw"):
-        raise misfit(f"codec {name or codec_id} is not accepted; accepted: {', '.join(accepted)}")
+    if name is None:
+        raise misfit(f"codec {codec_id} is not known here; known: {', '.join(CODEC_IDS)}")
     if version != CODEC_VERSIONS[name]:
         raise misfit(f"version {version} of codec {name} is not spoken here; ours is {CODEC_VERSIONS[name]}")
+    return name
+
+
+def _codec(codec_id: int, version: int, calibration: bytes, accepted: tuple[str, ...]) -> str:
+    name = _plain_codec(codec_id, version)
+    wanted = wire_name(name, calibration)
+    if wanted not in (*accepted, "raw"):
+        raise misfit(f"codec {wanted} is not accepted; accepted: {', '.join(accepted)}")
     return name
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kv_transfer.assembly import AssembledFrame
-from kv_transfer.codecs.registry import accepted_codecs
+from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.frames import FrameLimits, decode_header
 from kv_transfer.handshake import check_hello, welcome
 from kv_transfer.inbound import FrameJob, InboundStream, ReceiverCounters, StreamReader
@@ -78,6 +78,7 @@ class KvReceiver:
         store: the cache. config: bounds and preferences.
         host: told of every ticket's one end; see `TicketHost`.
         clock: of leases. faults: fault points of this process.
+        codecs: those that it can decode.
         on_crash: told, once, that a receive thread or the housekeeper has died of an error: tickets may never end.
             Called from that thread; must not block. None: it is only logged.
     """
@@ -92,6 +93,7 @@ class KvReceiver:
         host: TicketHost,
         clock: Clock,
         faults: FaultPoints,
+        codecs: CodecRegistry = STANDARD,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         check_cores("transfer.cpu_affinity", config.cpu_affinity)
@@ -102,7 +104,8 @@ class KvReceiver:
         self._host = host
         self._clock = clock
         self._faults = faults
-        self._codecs = accepted_codecs(config.codec, store.geometry.dtype)
+        self._registry = codecs
+        self._codecs = codecs.accepted(config.codec, store.geometry.dtype)
         self._lock = threading.Lock()
         self._table = TicketTable()
         self._targets: dict[TicketRef, _Target] = {}
@@ -367,7 +370,7 @@ class KvReceiver:
             return
         try:
             header = decode_header(frame.data, target.limits)
-            values = unpack_frame(frame.data, header)
+            values = unpack_frame(frame.data, header, self._registry)
         except FrameError as error:
             self._frame_bad(job, error, error.retryable)
             return

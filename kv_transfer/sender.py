@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kv_transfer.codecs.registry import choose_codec
-from kv_transfer.frames import MAX_FRAME_TOKENS, FrameLimits
+from kv_transfer.codecs.registry import STANDARD, CodecRegistry
+from kv_transfer.frames import MAX_FRAME_TOKENS, FrameLimits, wire_name
 from kv_transfer.handshake import check_welcome, hello
 from kv_transfer.manifest import FrameSpan, TicketRef
 from kv_transfer.messages import Committed, FrameAck, FrameNack, PushReply, TicketRefused, Welcome
@@ -77,6 +77,7 @@ class KvSender:
         layers_done: step id -> layers of that step whose KV is in the cache; 0 if it is not the running step. Called
             from the pump, under the sender's lock: must be quick and take no lock.
         clock: of time-outs. faults: fault points of this process.
+        codecs: those that can be used.
         on_crash: told, once, that the pump has died of an error: nothing is sent any more, and no `on_done` follows.
             Called from the pump; must not block. None: it is only logged.
     """
@@ -91,6 +92,7 @@ class KvSender:
         layers_done: Callable[[int], int],
         clock: Clock,
         faults: FaultPoints,
+        codecs: CodecRegistry = STANDARD,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         check_cores("transfer.cpu_affinity", config.cpu_affinity)
@@ -98,6 +100,7 @@ class KvSender:
         self._incarnation = incarnation
         self._store = store
         self._config = config
+        self._codecs = codecs
         self._layers_done = layers_done
         self._clock = clock
         self._faults = faults
@@ -197,14 +200,14 @@ class KvSender:
                 f"{geometry.block_size} tokens"
             )
         endpoint = self._endpoint(ticket)
-        codec = choose_codec(self._config.codec, ticket.codecs, geometry.dtype)
+        codec = self._codecs.choose(self._config.codec, ticket.codecs, geometry.dtype)
         limits = FrameLimits.for_ticket(
             ref=TicketRef(ticket.ticket_id, ticket.generation),
             key=key,
             geometry=geometry,
             token_start=ticket.prefix_tokens,
             token_end=ticket.num_tokens,
-            codecs=(codec.name,),
+            codecs=(wire_name(codec.name, codec.calibration),),
         )
         now = self._clock.now()
         return Send(

@@ -21,8 +21,9 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from kv_transfer.codecs.base import Buffer
+from kv_transfer.codecs.base import Buffer, SectionShape
 from kv_transfer.codecs.bounded_zstd import compress, decompress
+from kv_transfer.frames import NO_TAG
 from pdcore.errors import FrameError
 
 _SIGN_AND_LOW = np.int16(-0x7F81)  # 0x807f: the bits of an element that the low byte carries
@@ -32,9 +33,13 @@ class BexpZstdCodec:
     """Exponent plane by zstd, sign and mantissa raw."""
 
     name = "bexp-zstd"
+    version = 1
+    lossless = True
+    calibration = NO_TAG
+    parameters = NO_TAG
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
-    def encode(self, values: NDArray[np.uint8], dtype: str) -> Sequence[Buffer] | None:
+    def encode(self, values: NDArray[np.uint8], shape: SectionShape) -> Sequence[Buffer] | None:
         words = values.view("<u2")
         shifted = np.right_shift(words, 7)
         high = shifted.astype(np.uint8)  # the conversion keeps the low eight bits
@@ -51,7 +56,7 @@ class BexpZstdCodec:
             return None
         return low.data, packed
 
-    def decode(self, payload: memoryview, dtype: str, out: NDArray[np.uint8]) -> None:
+    def decode(self, payload: memoryview, shape: SectionShape, out: NDArray[np.uint8]) -> None:
         count = out.size // 2
         if len(payload) <= count:
             raise FrameError(f"a bexp-zstd payload of {len(payload)} bytes for {count} elements")

@@ -8,19 +8,24 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from kv_transfer.codecs.base import Buffer
+from kv_transfer.codecs.base import Buffer, SectionShape
 from kv_transfer.codecs.bounded_zstd import compress, decompress
+from kv_transfer.frames import NO_TAG
 
 
 class ZstdCodec:
     """Plain zstd, level 1."""
 
     name = "zstd"
+    version = 1
+    lossless = True
+    calibration = NO_TAG
+    parameters = NO_TAG
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
-    def encode(self, values: NDArray[np.uint8], dtype: str) -> Sequence[Buffer] | None:
+    def encode(self, values: NDArray[np.uint8], shape: SectionShape) -> Sequence[Buffer] | None:
         payload = compress(values, zstandard.ZstdCompressionParameters.from_level(1, write_content_size=True))
         return (payload,) if len(payload) < values.size else None
 
-    def decode(self, payload: memoryview, dtype: str, out: NDArray[np.uint8]) -> None:
+    def decode(self, payload: memoryview, shape: SectionShape, out: NDArray[np.uint8]) -> None:
         np.copyto(out, decompress(payload, out.size))
