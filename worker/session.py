@@ -175,6 +175,8 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         )
         reader.start()
         yield worker_pb2.SessionEvent(welcome=self._welcome)
+        # At once, not a heartbeat later: a router does not choose a worker whose load it does not know.
+        yield from session.outbox.take(self._load(), self._draining)
         while session.outbox.wait(self._heartbeat_s):
             yield from session.outbox.take(self._load(), self._draining)
 

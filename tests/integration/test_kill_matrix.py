@@ -66,7 +66,7 @@ def _cluster(model: Path, folder: Path, traps: Traps) -> LocalCluster:
         "transfer": TransferConfig(lease_s=LEASE_S, frame_tokens=32, frame_bytes=16384, send_timeout_s=3.0),
     }
     configs = [worker_config(model, role, i, **options) for role in (Role.PREFILL, Role.DECODE) for i in range(2)]
-    return LocalCluster(model, folder, configs)
+    return LocalCluster(model, folder, configs, forked=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,12 +44,19 @@ class LoopThread:
 
 
 class LocalCluster:
-    """Start with `with`; `address` is the router's."""
+    """Start with `with`; `address` is the router's.
 
-    def __init__(self, model: Path, folder: Path, configs: list[WorkerConfig], **router: object) -> None:
+    Args:
+        forked: fork the workers from a process that has imported everything; see `forked_worker`.
+    """
+
+    def __init__(
+        self, model: Path, folder: Path, configs: list[WorkerConfig], forked: bool = False, **router: object
+    ) -> None:
         self.model = model
         self.folder = folder
         self._configs = configs
+        self._forked = forked
         self._router_options = router
         self.workers: dict[str, WorkerProcess] = {}
 
@@ -57,7 +66,7 @@ class LocalCluster:
         self._loop.run(self.membership.start())
         for config in self._configs:
             self.workers[config.worker_id] = WorkerProcess(
-                replace(config, controller=self.membership.address), self.folder
+                replace(config, controller=self.membership.address), self.folder, forked=self._forked
             )
         try:
             for worker in self.workers.values():
@@ -113,10 +122,11 @@ class LocalCluster:
 
     def assert_baseline(self, timeout_s: float) -> None:
         """Every running worker's blocks are free, and nothing waits, runs or travels, within `timeout_s`."""
-        for worker in self.workers.values():
-            if not worker.running:
-                continue
-            with self.probe(worker) as probe:
+        deadline = time.monotonic() + timeout_s
+        with ExitStack() as stack:
+            # All at once: each waits for its worker's next report.
+            probes = [(w, stack.enter_context(self.probe(w))) for w in self.workers.values() if w.running]
+            for worker, probe in probes:
 
                 def at_rest(probe: SessionClient = probe) -> bool:
                     load = probe.load
@@ -126,7 +136,8 @@ class LocalCluster:
                         and not load.open_tickets + load.open_sends
                     )
 
+                left = max(0.0, deadline - time.monotonic())
                 try:
-                    probe.wait(at_rest, timeout_s, f"{worker.config.worker_id} back at its baseline")
+                    probe.wait(at_rest, left, f"{worker.config.worker_id} back at its baseline")
                 except AssertionError as error:
                     raise AssertionError(f"{error}\nlast load: {probe.load}") from None

@@ -14,6 +14,7 @@ from pdcore.config import EngineConfig, SchedulerConfig, TransferConfig, WorkerC
 from pdcore.config_json import to_json
 from pdcore.faults import FaultPlan
 from pdcore.types import Role
+from tests.support.forked_worker import ForkedWorker
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _MODULE = {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker", Role.AGGREGATED: "decode_worker"}
@@ -65,12 +66,14 @@ class WorkerProcess:
 
     Args:
         folder: where its configuration and its log go.
+        forked: start it from a process that has imported everything; see `forked_worker`.
     """
 
-    def __init__(self, config: WorkerConfig, folder: Path) -> None:
+    def __init__(self, config: WorkerConfig, folder: Path, forked: bool = False) -> None:
         self.config = config
         self._folder = folder
-        self._process: subprocess.Popen[str] | None = None
+        self._forked = forked
+        self._process: subprocess.Popen[str] | ForkedWorker | None = None
         self.address = ""
         self.incarnation = ""
         self.log = folder / f"{config.worker_id}.log"
@@ -85,6 +88,9 @@ class WorkerProcess:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self.config.worker_id}.json"
         path.write_text(to_json(self.config))
+        if self._forked:
+            self._process = ForkedWorker(_MODULE[self.config.role], [str(path)], self.log)
+            return
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _RUN_MODULE, _MODULE[self.config.role], str(path)],
