@@ -45,8 +45,11 @@ demo: env
 	@mkdir -p build
 	HF_HUB_OFFLINE=1 $(BIN)/pdserve demo --json build/demo.json
 
+# Two processes, file by file: half of the suite waits (for leases, starts and silences), on one core at most.
+TEST_PROCESSES ?= 2
+
 test: check
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: env
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,3 +23,28 @@ def demo_model() -> Path:
     from engine.model_store import resolve_model
 
     return resolve_model("smollm2-135m").path
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Put a line into pytest's summary, whichever process the test runs in."""
+    return lambda text: record_property("told", text)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    told = [
+        (report.nodeid, value)
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        for name, value in report.user_properties
+        if name == "told"
+    ]
+    if told:
+        terminalreporter.section("told by tests")
+    for nodeid, value in sorted(set(told)):
+        terminalreporter.write_line(f"{nodeid.partition('::')[2]}: {value}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the file that takes longest, so that no process ends long after the others."""
+    items.sort(key=lambda item: item.path.name != "test_real_model.py")

@@ -6,7 +6,7 @@ compared too. A token may differ only where the two best logits are closer than 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def clusters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def test_greedy_output_is_the_reference_s(
-    clusters: dict[str, LocalCluster], demo_model: Path, capsys: pytest.CaptureFixture[str]
+    clusters: dict[str, LocalCluster], demo_model: Path, tell: Callable[[str], None]
 ) -> None:
     assert {length % BLOCK for length in LENGTHS} == set(range(BLOCK))
     prompts = _prompts(demo_model)
@@ -74,8 +74,7 @@ def test_greedy_output_is_the_reference_s(
             found = divergences(reference, prompt, outcome.tokens)
             assert all(d.margin < 1e-3 for d in found), (name, len(prompt), found)
             counts[name] += len(found)
-    with capsys.disabled():
-        print(f" [{len(prompts)} prompts x {NEW_TOKENS} tokens; differing within the margin: {counts}]", end="")
+    tell(f"{len(prompts)} prompts x {NEW_TOKENS} tokens; differing within the margin: {counts}")
 
 
 def _assert_whole(outcome: Outcome, name: str) -> None:

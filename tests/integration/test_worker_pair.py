@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -116,7 +116,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def test_greedy_equals_the_reference_for_every_length_modulo_the_block_size(
-    pair: Pair, model: Path, capsys: pytest.CaptureFixture[str]
+    pair: Pair, model: Path, tell: Callable[[str], None]
 ) -> None:
     reference = load_reference(model)
     specs = [spec_of(prompt_of(length, length)) for length in [*range(1, 36), 47, 48, 49, 97, 200, 333]]
@@ -130,8 +130,7 @@ def test_greedy_equals_the_reference_for_every_length_modulo_the_block_size(
         for divergence in divergences(reference, spec.prompt, output):
             differing += 1
             assert divergence.margin < 1e-3, (len(spec.prompt), divergence)
-    with capsys.disabled():
-        print(f" [{len(specs)} prompts; {differing} tokens differ within the margin]", end="")
+    tell(f"{len(specs)} prompts; {differing} tokens differ within the margin")
     pair.at_rest()
 
 

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import pytest
-
 from kv_transfer.manifest import FrameSpan, Manifest, frames_digest
 from kv_transfer.planning import Computing
 from kv_transfer.receiving import (
@@ -452,7 +450,7 @@ def explore(world: World, visit: Callable[[State], None]) -> int:
     return len(seen)
 
 
-def test_every_interleaving(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_interleaving(tell: Callable[[str], None]) -> None:
     world = World()
 
     def visit(state: State) -> None:
@@ -463,10 +461,8 @@ def test_every_interleaving(capsys: pytest.CaptureFixture[str]) -> None:
         assert end.released ^ end.committed == (1 << open_senders) - 1, "a ticket has not exactly one end"
 
     states = explore(world, visit)
-    with capsys.disabled():
-        print(
-            f"\nexplored {states} states, {len(world.tables.values)} of the table, "
-            f"{len(world.sessions.values)} of a sender"
-        )
+    tell(
+        f"explored {states} states, {len(world.tables.values)} of the table, {len(world.sessions.values)} of a sender"
+    )
     expected = {"committed", "aborted", "refused", "frame", "disconnected", "timeout"}
     assert world.outcomes == {(sender, outcome) for sender in (0, 1) for outcome in expected}
