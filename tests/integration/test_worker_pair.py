@@ -16,11 +16,12 @@ from decode_worker.worker import DecodeWorker
 from engine.step import StepInput, StepOutput
 from pdcore.config import SchedulerConfig, TransferConfig, WorkerConfig
 from pdcore.errors import ConfigError, TicketError
-from pdcore.types import RequestKey, RequestSpec, Role, SamplingParams
+from pdcore.types import RequestKey, RequestSpec, Role
 from prefill_worker.worker import PrefillWorker
 from protos import worker_pb2
 from tests.support.reference import divergences, load_reference
 from tests.support.session_client import SessionClient
+from tests.support.specs import prompt_of, spec_of
 from tests.support.tiny_model import tiny_llama
 
 
@@ -96,23 +97,6 @@ def pair(model: Path) -> Iterator[Pair]:
     scheduler = SchedulerConfig(max_num_batched_tokens=128, prefill_chunk_tokens=48, max_num_seqs=32)
     with running_pair(model, p={"scheduler": scheduler}, d={"scheduler": scheduler}) as pair:
         yield pair
-
-
-_ids = iter(range(10**6))
-
-
-def spec_of(prompt: list[int], max_tokens: int = 12, window: int = 1000, **params: object) -> RequestSpec:
-    fields: dict[str, object] = {"max_tokens": max_tokens, "temperature": 0.0}
-    return RequestSpec(
-        key=RequestKey(f"q{next(_ids)}", 0),
-        prompt=tuple(prompt),
-        params=SamplingParams(**(fields | params)),  # type: ignore[arg-type]
-        token_window=window,
-    )
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return [(31 * i + 17 * seed + i * i) % 250 + 1 for i in range(length)]
 
 
 def test_greedy_equals_the_reference_for_every_length_modulo_the_block_size(
