@@ -416,7 +416,7 @@ def test_two_sessions_of_one_router_at_once_leave_one(pair: Pair) -> None:
 
 
 def test_a_worker_whose_engine_stands_still_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.runtime._STUCK_S", 1.0)
+    monkeypatch.setattr("worker.runtime._STUCK_S", 2.0)
     config = replace(_config(model, Role.DECODE), heartbeat_s=0.1, dead_after_s=0.3)
     worker = DecodeWorker(config)
     worker.start()
@@ -430,7 +430,7 @@ def test_a_worker_whose_engine_stands_still_fails(model: Path, monkeypatch: pyte
 
         monkeypatch.setattr(worker.runtime.runner, "run", stuck)
         with SessionClient(worker.address, "r") as session:
-            assert not worker.failed.wait(1.5), "an idle worker is alive"
+            assert not worker.failed.wait(2.5), "an idle worker is alive"
             session.generate(spec_of(prompt_of(20)))
             assert worker.failed.wait(10.0)
         assert "progress" in worker.problem
