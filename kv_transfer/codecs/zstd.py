@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from kv_transfer.codecs.base import Buffer, SectionShape
-from kv_transfer.codecs.bounded_zstd import compress, decompress
+from kv_transfer.codecs.bounded_zstd import FrameCompressor, decompress
 from kv_transfer.frames import NO_TAG
+
+_LEVEL_1 = FrameCompressor()
 
 
 class ZstdCodec:
@@ -24,7 +25,7 @@ class ZstdCodec:
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
     def encode(self, values: NDArray[np.uint8], shape: SectionShape) -> Sequence[Buffer] | None:
-        payload = compress(values, zstandard.ZstdCompressionParameters.from_level(1, write_content_size=True))
+        payload = _LEVEL_1.compress(values)
         return (payload,) if len(payload) < values.size else None
 
     def decode(self, payload: memoryview, shape: SectionShape, out: NDArray[np.uint8]) -> None:
