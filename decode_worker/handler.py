@@ -8,12 +8,16 @@ The life of a request here::
                   '---- abort, in either ----> gone
 
 A ticket's blocks go back to the engine in `on_release` only, which the receiver calls when no scatter is in flight.
+The request may be here again by then, under the same key: a router that would rather have it run here than wait for a
+prefill worker (see ``KvTicket.run_here``) aborts the ticket and sends `generate` at once. So a ticket's end concerns
+the very request that it was granted to, and no other of that key.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.engine import Engine, StepPlan, StepResult
 from engine.sequence import SequenceKind
@@ -21,7 +25,7 @@ from kv_transfer.receiver import KvReceiver
 from pdcore.errors import PdserveError, TicketError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
-from worker.events import token_event
+from worker.events import prefill_notice, token_event
 from worker.handler import NoRoom, NotMyRole, Reporter, failed_notice, stats_notice
 
 _REVOKED = "revoked: a running sequence needs the blocks"
@@ -54,7 +58,7 @@ class DecodeHandler:
         self._lock = threading.RLock()
         self._requests: dict[RequestKey, RequestSpec] = {}
         # Blocks reserved and not yet committed or returned, including those of aborted requests.
-        self._tickets: dict[str, RequestKey] = {}
+        self._tickets: dict[str, RequestSpec] = {}
         self.receiver: KvReceiver | None = None  # set by the worker: the receiver needs its host first
 
     # -- commands ----------------------------------------------------------------------------------------------
@@ -71,18 +75,26 @@ class DecodeHandler:
         tokens = len(spec.known_tokens)
         # In one piece: an abort or a revocation finds the request before it has anything, or with its ticket.
         with self._lock:
-            blocks = self._engine.reserve_ticket(owner, tokens)
-            if blocks is None:
+            reserved = self._engine.reserve(owner, spec)
+            if reserved is None:
                 raise NoRoom(f"no room for {tokens} tokens of KV")
             try:
-                ticket = self.receiver.grant(spec.key, router_id, tokens, blocks, self._address())
+                ticket = self.receiver.grant(
+                    spec.key,
+                    router_id,
+                    tokens,
+                    reserved.blocks,
+                    self._address(),
+                    prefix_tokens=reserved.prefix_tokens,
+                    codec=spec.kv_codec,
+                )
             except PdserveError:
                 self._engine.release_ticket(owner)
                 raise
-            self._tickets[owner] = spec.key
+            self._tickets[owner] = spec
             self._requests[spec.key] = spec
         self._faults.hit("decode.after_reserve")
-        return ticket
+        return replace(ticket, run_here=reserved.run_here)
 
     def generate(self, router_id: str, spec: RequestSpec) -> None:
         with self._lock:
@@ -110,39 +122,46 @@ class DecodeHandler:
 
     def revoke(self, ticket_owner: str) -> None:
         with self._lock:
-            key = self._tickets.get(ticket_owner)
-        if key is not None and self.receiver is not None:
-            self.receiver.revoke(key, _REVOKED)
+            spec = self._tickets.get(ticket_owner)
+        if spec is not None and self.receiver is not None:
+            self.receiver.revoke(spec.key, _REVOKED)
 
     # -- TicketHost --------------------------------------------------------------------------------------------
 
     def on_commit(self, key: RequestKey, first_token: int, stats: KvTransferStats) -> bool:
+        owner = ticket_owner(key)
         with self._lock:
-            spec = self._requests.get(key)
-            if spec is None:
+            spec = self._tickets.get(owner)
+            if spec is None or self._requests.get(key) is not spec:
                 return False
             # Before the commit: a request that ends with its next step is forgotten, and its news with it.
             self._reporter.notice(key, stats_notice(stats))
             try:
-                self._engine.commit_ticket(ticket_owner(key), spec, first_token)
+                self._engine.commit_ticket(owner, spec, first_token, exact=stats.lossless)
             except PdserveError as error:  # a first token that no model of ours can have sampled, say
                 del self._requests[key]
                 self._reporter.notice(key, failed_notice(error))
+                self._reporter.forget(key)
                 return False
-            del self._tickets[ticket_owner(key)]
+            del self._tickets[owner]
         self._wake()
         return True
 
     def on_release(self, key: RequestKey, reason: str, failed: bool) -> None:
+        owner = ticket_owner(key)
         with self._lock:
-            self._engine.release_ticket(ticket_owner(key))
-            self._tickets.pop(ticket_owner(key), None)
-            wanted = self._requests.pop(key, None) is not None
-        if wanted and failed:
-            # Revoked for want of blocks: no fault of anybody's, and not to be counted as one.
-            error = NoRoom(reason) if reason == _REVOKED else TicketError(reason)
-            self._reporter.notice(key, failed_notice(error))
-        self._reporter.forget(key)
+            self._engine.release_ticket(owner)
+            spec = self._tickets.pop(owner, None)
+            wanted = spec is not None and self._requests.get(key) is spec
+            if wanted:
+                del self._requests[key]
+        # Whoever aborted it has forgotten it, and may have sent the same key again since.
+        if wanted:
+            if failed:
+                # Revoked for want of blocks: no fault of anybody's, and not to be counted as one.
+                error = NoRoom(reason) if reason == _REVOKED else TicketError(reason)
+                self._reporter.notice(key, failed_notice(error))
+            self._reporter.forget(key)
         self._wake()
 
     # -- the engine's news -------------------------------------------------------------------------------------
@@ -152,6 +171,8 @@ class DecodeHandler:
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         self._faults.hit("decode.after_step")
+        for stats in result.prefilled:
+            self._reporter.notice(stats.key, prefill_notice(stats))
         self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
         for key, error in result.rejected:
             self._reporter.notice(key, failed_notice(error))
@@ -167,7 +188,7 @@ class DecodeHandler:
 
     def held(self) -> Sequence[RequestKey]:
         with self._lock:
-            return list({*self._requests, *self._tickets.values()})
+            return list({*self._requests, *(spec.key for spec in self._tickets.values())})
 
     def transfers(self) -> tuple[int, int]:
         return (0 if self.receiver is None else self.receiver.open_tickets), 0

@@ -10,6 +10,7 @@ import grpc
 from decode_worker.handler import DecodeHandler
 from engine.loader import load_runner
 from engine.step import ModelRunner
+from kv_transfer.codec_speed import quick_costs
 from kv_transfer.receiver import KvReceiver
 from pdcore.config import WorkerConfig
 from pdcore.types import Role
@@ -54,6 +55,8 @@ class DecodeWorker:
                 incarnation=self.incarnation,
                 store=runtime.runner.cache,
                 config=self.config.transfer,
+                codecs=runtime.codecs,
+                costs=quick_costs(runtime.codecs, runtime.runner.geometry),
                 host=handler,
                 clock=runtime.clock,
                 faults=runtime.faults,

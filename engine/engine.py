@@ -11,18 +11,24 @@ import numpy as np
 
 from engine.batch import Part, build_step
 from engine.blocks import BlockManager, Owner, OwnerKind
+from engine.integrity import check_engine
 from engine.plan import Chunk, PrefillStats, StepPlan, StepResult, TokenOut
-from engine.scheduler import ScheduleDecision, SchedulerSnapshot, SequenceView, TicketView, ticket_refusal
+from engine.prefix_cache import CacheEvents
+from engine.scheduler import ScheduleDecision, ticket_refusal
 from engine.scheduler import schedule as decide
 from engine.sequence import Sequence, SequenceKind, SequenceState
+from engine.snapshot import queued_prefill_tokens, take_snapshot
 from engine.step import ModelRunner, StepOutput, StepProgress
+from engine.ticket import Reservation, Ticket
 from engine.validation import check_request
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import EngineConfig
 from pdcore.errors import InternalError, InvalidRequest, PdserveError, TicketError
+from pdcore.hashing import block_hashes, chain_root
+from pdcore.placement import run_rest_here
 from pdcore.types import KvGeometry, ModelInfo, RequestKey, RequestSpec, WorkerLoad
 
-__all__ = ["Chunk", "Engine", "PrefillStats", "SequenceKind", "StepPlan", "StepResult", "TokenOut"]
+__all__ = ["Chunk", "Engine", "PrefillStats", "Reservation", "SequenceKind", "StepPlan", "StepResult", "TokenOut"]
 
 STEP_TIMES = 32
 """Steps over which `WorkerLoad.step_ms` is the mean."""
@@ -76,8 +82,10 @@ class Engine:
         self._on_pressure = on_pressure
         self._max_reserved = int(max_reserved_fraction * runner.geometry.num_blocks)
         self._blocks = BlockManager(runner.geometry.num_blocks, runner.geometry.block_size)
+        self._block_size = runner.geometry.block_size
+        self._prefix_cache = config.prefix_cache
         self._sequences: dict[RequestKey, Sequence] = {}  # oldest first
-        self._revoking: set[str] = set()  # tickets whose revocation has been asked for
+        self._tickets: dict[str, Ticket] = {}  # oldest first
         self._deferred: list[Owner] = []  # freed when the step in flight is applied
         self._echoes: list[TokenOut] = []  # first tokens of commits, reported by the next result
         self._in_flight: _InFlight | None = None
@@ -86,6 +94,7 @@ class Engine:
         self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
         self._preemptions = 0
         self._recomputed = {"preempt": 0, "replay": 0}
+        self._cached_tokens = 0
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -96,9 +105,11 @@ class Engine:
     def add(self, spec: RequestSpec, kind: SequenceKind) -> None:
         """Queue a request. Raises InvalidRequest if it can never run here, or if its key is in use."""
         self.check_runnable(spec, kind)
+        sequence = self._new_sequence(spec, kind)
+        sequence.name_blocks(sequence.may_hit)  # now, for it takes a while with a long prompt, and needs no lock
         with self.lock:
             self._check_new(spec.key)
-            self._sequences[spec.key] = self._new_sequence(spec, kind)
+            self._sequences[spec.key] = sequence
 
     def abort(self, key: RequestKey) -> bool:
         """End a sequence, whatever its state; no token of it is reported any more.
@@ -125,50 +136,81 @@ class Engine:
 
     # -------------------------------------------------------------------------------------------------- tickets
 
-    def reserve_ticket(self, owner: str, num_tokens: int) -> list[int] | None:
-        """Take blocks for `num_tokens` tokens that will come from elsewhere, and for the first one computed here.
+    def reserve(self, owner: str, spec: RequestSpec) -> Reservation | None:
+        """Take blocks for the KV of ``spec.known_tokens``, which will come from elsewhere, and for the first token
+        computed here. What the prefix cache has of it is shared, and pinned until the ticket ends.
 
-        Returns the block ids, or None if the ticket is refused now. Raises TicketError if `owner` has one already.
+        Returns None if the ticket is refused now. Raises TicketError if `owner` has one already.
         """
-        assert num_tokens >= 1, num_tokens
-        ticket = Owner.ticket(owner)
-        count = self._blocks.blocks_for(num_tokens + 1)
+        known = len(spec.known_tokens)
+        ticket = Ticket(spec, self._names(spec))
         with self.lock:
-            if self._blocks.blocks_of(ticket):
-                raise TicketError(f"ticket {owner} is already open")
-            if ticket_refusal(self._snapshot(), count, self._max_reserved) is not None:
+            hits = self._blocks.cache.match(ticket.hashes, min(len(ticket.hashes), (known - 1) // self._block_size))
+            # Before the ticket is open: its own tokens are to come from elsewhere.
+            queued = queued_prefill_tokens(self._sequences, self._block_size)
+            blocks = self._open_ticket(owner, ticket, known, hits)
+            if blocks is None:
                 return None
-            for sequence in self._sequences.values():
-                if sequence.num_blocks == 0 and sequence.credit > 0:
-                    sequence.skipped += 1
-            return list(self._blocks.allocate(ticket, count))
+            held = hits * self._block_size
+            limit = self._scheduler_config.local_prefill_tokens
+            return Reservation(blocks, held, run_rest_here(known - held, held, queued, limit))
 
-    def commit_ticket(self, owner: str, spec: RequestSpec, first_token: int) -> None:
+    def reserve_ticket(self, owner: str, num_tokens: int) -> list[int] | None:
+        """As `reserve`, for a request of which only the number of tokens is known: nothing of it is shared."""
+        assert num_tokens >= 1, num_tokens
+        with self.lock:
+            return self._open_ticket(owner, Ticket(None, []), num_tokens, hits=0)
+
+    def _open_ticket(self, owner: str, ticket: Ticket, num_tokens: int, hits: int) -> list[int] | None:
+        if owner in self._tickets:
+            raise TicketError(f"ticket {owner} is already open")
+        cached = self._blocks.cache.blocks(ticket.hashes, hits)
+        fresh = self._blocks.blocks_for(num_tokens + 1) - hits
+        idle = hits - self._blocks.used(cached)
+        snapshot = take_snapshot(self._sequences, self._tickets, self._blocks)
+        if ticket_refusal(snapshot, fresh, self._max_reserved, idle) is not None:
+            return None
+        for sequence in self._sequences.values():
+            if sequence.num_blocks == 0 and sequence.credit > 0:
+                sequence.skipped += 1
+        self._tickets[owner] = ticket
+        self._blocks.share(Owner.ticket(owner), cached)
+        self._blocks.allocate(Owner.ticket(owner), fresh)
+        return list(self._blocks.blocks_of(Owner.ticket(owner)))
+
+    def commit_ticket(self, owner: str, spec: RequestSpec, first_token: int, exact: bool = True) -> None:
         """The ticket's blocks hold the KV of ``spec.known_tokens``: make a sequence of them that goes on from
         `first_token`.
 
-        `first_token` is reported by the next result. If it ends the request, the blocks are freed at once.
-        Raises TicketError if there is no such ticket or it was reserved for another number of tokens, InvalidRequest
-        as `add` does; the ticket then is as before.
+        `first_token` is reported by the next result. If it ends the request, the blocks are freed at once. `exact`:
+        the KV is what this model computes, and not what a lossy codec left of it; if it is not, none of it ever
+        comes into the prefix cache.
+        Raises TicketError if there is no such ticket or it was reserved for another request, InvalidRequest as `add`
+        does; the ticket then is as before.
         """
         self.check_runnable(spec)
         if not 0 <= first_token < self.model.vocab_size:
             raise InvalidRequest("first_token", f"{first_token} is not in [0, {self.model.vocab_size})")
-        ticket, known = Owner.ticket(owner), len(spec.known_tokens)
+        known = len(spec.known_tokens)
+        sequence = self._new_sequence(spec, SequenceKind.GENERATE)
+        sequence.replay_until = 0
+        sequence.exact = exact
         with self.lock:
             self._check_new(spec.key)
-            blocks = self._blocks.blocks_of(ticket)
-            if not blocks:
+            ticket, blocks = self._tickets.get(owner), self._blocks.blocks_of(Owner.ticket(owner))
+            if ticket is None:
                 raise TicketError(f"ticket {owner} is not open")
             if len(blocks) != self._blocks.blocks_for(known + 1):
                 raise TicketError(f"ticket {owner} has {len(blocks)} blocks, not those of {known} tokens")
-            sequence = self._new_sequence(spec, SequenceKind.GENERATE)
-            sequence.replay_until = 0
+            if not ticket.is_for(spec):
+                raise TicketError(f"ticket {owner} was reserved for other tokens")
+            sequence.hashes = ticket.hashes
             sequence.num_computed = known
             sequence.take_blocks(blocks)
-            self._blocks.transfer(ticket, Owner.sequence(spec.key))
-            self._revoking.discard(owner)
+            self._blocks.transfer(Owner.ticket(owner), Owner.sequence(spec.key))
+            del self._tickets[owner]
             self._sequences[spec.key] = sequence
+            self._publish(sequence)
             index = sequence.generated
             finish = sequence.append(first_token)
             self._echoes.append(TokenOut(spec.key, 0, index, first_token, finish))
@@ -179,7 +221,7 @@ class Engine:
         """Free the blocks of a ticket into which nothing is being written any more. Idempotent."""
         with self.lock:
             self._blocks.release(Owner.ticket(owner))
-            self._revoking.discard(owner)
+            self._tickets.pop(owner, None)
 
     # ---------------------------------------------------------------------------------------------------- sends
 
@@ -214,7 +256,7 @@ class Engine:
         with self.lock:
             assert self._in_flight is None, "the previous step has not been applied"
             started = self._clock.now()
-            decision = decide(self._snapshot(), self._scheduler_config)
+            decision = decide(take_snapshot(self._sequences, self._tickets, self._blocks), self._scheduler_config)
             plan = self._apply_decision(decision, started)
         for owner in decision.revoke:
             self._on_pressure(owner)
@@ -232,34 +274,34 @@ class Engine:
             flight = self._land(plan)
             now = self._clock.now()
             assert len(output.token_ids) == len(flight.sampled), (len(output.token_ids), len(flight.sampled))
-            for chunk in plan.chunks:
-                sequence = self._sequences.get(chunk.key)
-                if sequence is None:
-                    continue  # aborted meanwhile
-                preempt, replay = sequence.recomputed(chunk.token_start, chunk.token_end)
-                self._recomputed["preempt"] += preempt
-                self._recomputed["replay"] += replay
-                sequence.num_computed = chunk.token_end
+            sampled = dict(zip(flight.sampled, output.token_ids.tolist(), strict=True))
             tokens, self._echoes = self._echoes, []
             rejected: list[tuple[RequestKey, PdserveError]] = []
             prefilled: list[PrefillStats] = []
-            for key, token in zip(flight.sampled, output.token_ids.tolist(), strict=True):
+            for key, start, end, *_ in plan.chunks:
                 sequence = self._sequences.get(key)
                 if sequence is None:
-                    continue
-                if not 0 <= token < self.model.vocab_size:
-                    sequence.abort()
-                    self._leave(sequence)
+                    continue  # aborted meanwhile
+                token = sampled.get(key)
+                if token is not None and not 0 <= token < self.model.vocab_size:
+                    self._reject(sequence)
                     rejected.append((key, InternalError(f"request {key.request_id}: the model yielded no token")))
                     continue
+                preempt, replay = sequence.recomputed(start, end)
+                self._recomputed["preempt"] += preempt
+                self._recomputed["replay"] += replay
+                sequence.num_computed = end
+                if end // self._block_size > sequence.num_published:
+                    self._publish(sequence)
+                if token is None:
+                    continue
                 index = sequence.generated
+                if index == sequence.num_known - sequence.num_prompt:
+                    prefilled.append(PrefillStats.of(sequence, now))
                 finish = sequence.append(token)
                 tokens.append(TokenOut(key, 0, index, token, finish))
                 if sequence.state is SequenceState.FINISHED:
                     self._leave(sequence)
-                if sequence.kind is SequenceKind.PREFILL:
-                    queued_s, compute_s = sequence.started_at - sequence.queued_at, now - sequence.started_at
-                    prefilled.append(PrefillStats(key, queued_s, compute_s, sequence.chunks))
             if plan.chunks:
                 self._step_times.append(now - flight.started)
             return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled))
@@ -290,104 +332,90 @@ class Engine:
                 waiting=waiting,
                 running=len(with_credit) - waiting,
                 paused=len(self._sequences) - len(with_credit),
-                queued_prefill_tokens=sum(s.remaining for s in self._sequences.values() if s.is_prefilling),
+                queued_prefill_tokens=queued_prefill_tokens(self._sequences, self._block_size),
                 free_blocks=self._blocks.free,
                 total_blocks=self._blocks.num_blocks,
                 reserved_blocks=self._blocks.reserved,
-                open_tickets=len(self._blocks.owners(OwnerKind.TICKET)),
+                open_tickets=len(self._tickets),
                 open_sends=len(self._blocks.owners(OwnerKind.SEND)),
                 preemptions=self._preemptions,
                 recomputed_tokens=dict(self._recomputed),
                 step_ms=1e3 * sum(self._step_times) / len(self._step_times) if self._step_times else 0.0,
+                cached_blocks=self._blocks.cached,
+                cached_tokens=self._cached_tokens,
             )
+
+    def drain_cache_events(self) -> CacheEvents:
+        """What came into the prefix cache and left it since the last call; see `CacheEvents`."""
+        with self.lock:
+            return self._blocks.cache.events.drain()
+
+    def cached_names(self) -> list[bytes]:
+        """Names of all blocks in the prefix cache: what a follower of the events would know who missed none."""
+        with self.lock:
+            return self._blocks.cache.names()
 
     def check_integrity(self) -> None:
         """Assert everything that holds between two calls of public methods."""
         with self.lock:
-            self._blocks.check_integrity()
-            for key, sequence in self._sequences.items():
-                where = f"{key} {sequence.state}"
-                owned = self._blocks.blocks_of(Owner.sequence(key))
-                assert sequence.block_ids == tuple(owned), f"{where}: block table differs from the blocks owned"
-                assert 0 <= sequence.num_computed < sequence.num_tokens, where
-                assert sequence.num_computed <= len(owned) * self.geometry.block_size, where
-                assert len(owned) <= sequence.max_blocks, where
-                assert 0 <= sequence.credit <= sequence.spec.token_window, where
-                assert sequence.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PAUSED), where
-                assert (sequence.state is SequenceState.PAUSED) == (sequence.credit == 0 and bool(owned)), where
-                assert owned or sequence.state is SequenceState.WAITING, where
-                assert not self._blocks.blocks_of(Owner.send(key)), where
             flying = self._in_flight.keys if self._in_flight else frozenset()
-            assert len(set(self._deferred)) == len(self._deferred), self._deferred
-            for owner in self._deferred:
-                assert owner.id in flying, f"{owner} is deferred without a step that writes it"
-                assert owner.id not in self._sequences, owner
-                assert self._blocks.blocks_of(owner), f"{owner} is deferred and owns nothing"
-            for owner in self._blocks.owners(OwnerKind.SEQUENCE):
-                assert owner.id in self._sequences or owner in self._deferred, f"{owner} is unknown"
-            for name in self._revoking:
-                assert self._blocks.blocks_of(Owner.ticket(name)), f"ticket {name} is revoked and gone"
-            for echo in self._echoes:
-                assert echo.key in self._sequences or echo.finish is not None, echo
+            check_engine(
+                self._sequences,
+                self._tickets,
+                self._blocks,
+                deferred=self._deferred,
+                flying=flying,
+                echoes=self._echoes,
+            )
 
     # --------------------------------------------------------------------------------------------------- inside
 
     def _new_sequence(self, spec: RequestSpec, kind: SequenceKind) -> Sequence:
-        return Sequence(spec, kind, block_size=self.geometry.block_size, now=self._clock.now())
+        root = self._root(spec) if self._prefix_cache else None
+        return Sequence(spec, kind, block_size=self._block_size, now=self._clock.now(), root=root)
+
+    def _root(self, spec: RequestSpec) -> bytes:
+        return chain_root(self.geometry.model_digest, salt=spec.cache_salt)
+
+    def _names(self, spec: RequestSpec) -> list[bytes]:
+        """Names of the full blocks of what the request knows; none if there is no prefix cache."""
+        return block_hashes(self._root(spec), spec.known_tokens, self._block_size) if self._prefix_cache else []
 
     def _check_new(self, key: RequestKey) -> None:
         held = self._blocks.blocks_of(Owner.sequence(key)) or self._blocks.blocks_of(Owner.send(key))
         if key in self._sequences or held:
             raise InvalidRequest("request_id", f"attempt {key.attempt} of {key.request_id} is already here")
 
-    def _snapshot(self) -> SchedulerSnapshot:
-        blocks_for = self._blocks.blocks_for
-        return SchedulerSnapshot(
-            sequences=tuple(
-                SequenceView(
-                    sequence.key,
-                    sequence.num_tokens,
-                    sequence.num_computed,
-                    sequence.num_blocks,
-                    min(blocks_for(sequence.num_tokens + 1), sequence.max_blocks),
-                    sequence.max_blocks,
-                    sequence.credit > 0,
-                    sequence.kind is SequenceKind.GENERATE,
-                    sequence.skipped,
-                    sequence.last_step,
-                )
-                for sequence in self._sequences.values()
-            ),
-            tickets=tuple(
-                TicketView(str(owner.id), len(self._blocks.blocks_of(owner)), owner.id in self._revoking)
-                for owner in self._blocks.owners(OwnerKind.TICKET)
-            ),
-            free_blocks=self._blocks.free,
-            block_size=self.geometry.block_size,
-        )
-
     def _apply_decision(self, decision: ScheduleDecision, now: float) -> StepPlan | None:
         for key in decision.preempt:
             self._sequences[key].preempt()
             self._blocks.release(Owner.sequence(key))
             self._preemptions += 1
-        self._revoking.update(decision.revoke)
+        for name in decision.revoke:
+            self._tickets[name].revoking = True
         for passed in decision.passed_over:
             self._sequences[passed.key].skipped += passed.times
         if not decision.chunks and not self._echoes:
             return None
 
+        # All of it before anything is allocated: what the decision counts on must not be evicted by its own steps.
+        for key in decision.admitted:
+            self._take_cached(self._sequences[key])
         self._step_id += 1
         chunks: list[Chunk] = []
         parts: list[Part] = []
         for key, start, num_tokens, new_blocks in decision.chunks:
             sequence = self._sequences[key]
+            assert start == sequence.num_computed, (key, start, sequence.num_computed)
             if new_blocks:
                 sequence.take_blocks(self._blocks.allocate(Owner.sequence(key), new_blocks))
+            end, block_ids = start + num_tokens, sequence.block_ids
+            written = block_ids[start // self._block_size : -(-end // self._block_size)]
+            assert all(map(self._blocks.is_private, written)), f"{key}: a block that others use is written"
             sequence.start(now, self._step_id)
-            chunks.append(Chunk(key, start, start + num_tokens, start < sequence.num_known, sequence.block_ids))
+            chunks.append(Chunk(key, start, end, start < sequence.num_known, block_ids))
             parts.append(Part(sequence, num_tokens))
-        step_input = build_step(self._step_id, parts, self.geometry.block_size)
+        step_input = build_step(self._step_id, parts, self._block_size)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
         self._in_flight = _InFlight(plan, sampled, frozenset(chunk.key for chunk in chunks), now)
@@ -404,6 +432,30 @@ class Engine:
             self._blocks.release(owner)
         self._deferred.clear()
         return flight
+
+    def _take_cached(self, sequence: Sequence) -> None:
+        """Give a sequence that is being admitted what the prefix cache has of it."""
+        blocks = self._blocks.cache.blocks(sequence.hashes, sequence.hits)
+        self._blocks.share(Owner.sequence(sequence.key), blocks)
+        first_time = sequence.chunks == 0
+        sequence.take_cached(blocks)
+        if first_time:
+            self._cached_tokens += sequence.cached_tokens
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Put the blocks that have become full since the last time into the prefix cache, if they are fit for it."""
+        full = sequence.may_publish
+        if full == 0:
+            return
+        owner = Owner.sequence(sequence.key)
+        self._blocks.publish(owner, sequence.name_blocks(full), full, guess=sequence.num_published)
+        sequence.num_published = full
+
+    def _reject(self, sequence: Sequence) -> None:
+        """The model has made nothing sensible of the sequence: nobody else shall start from its KV."""
+        self._blocks.unpublish(Owner.sequence(sequence.key))
+        sequence.abort()
+        self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, and free its blocks or leave them to its send session."""

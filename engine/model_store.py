@@ -26,6 +26,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from engine.gguf_reader import GgufFile, end_token_ids, hf_config, hf_tensors
 from pdcore.errors import ModelError
 
@@ -220,6 +222,11 @@ def _converted(source: Path, cache: Path, report: Progress, cancelled: Cancelled
                 shutil.rmtree(building / "damaged")
             building.rename(folder)
             _sync(cache)
+        except (OSError, SafetensorError) as error:
+            free = shutil.disk_usage(cache).free
+            raise ModelError(
+                f"cannot write the converted {source.name} to {cache} ({free / 1e6:,.0f} MB free there): {error}"
+            ) from error
         finally:
             shutil.rmtree(building, ignore_errors=True)
         report(f"{source.name} is ready in {folder}")

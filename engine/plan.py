@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.sequence import Sequence
 from engine.step import StepInput
 from pdcore.errors import PdserveError
 from pdcore.types import FinishReason, RequestKey
@@ -46,18 +47,32 @@ class TokenOut:
 
 @dataclass(frozen=True, slots=True)
 class PrefillStats:
-    """A PREFILL sequence that left. Seconds from `add` to its first step, and from there to its first token."""
+    """A sequence whose prompt was computed here and that has its first new token.
+
+    Attributes:
+        key: who it is.
+        queued_s: seconds from `add` to its first step. compute_s: from there to the token.
+        chunks: steps that it took.
+        cached_tokens: prompt tokens that the prefix cache had, so that they were not computed.
+    """
 
     key: RequestKey
     queued_s: float
     compute_s: float
     chunks: int
+    cached_tokens: int
+
+    @classmethod
+    def of(cls, sequence: Sequence, now: float) -> PrefillStats:
+        """Of a sequence that gets its first new token now."""
+        queued_s, compute_s = sequence.started_at - sequence.queued_at, now - sequence.started_at
+        return cls(sequence.key, queued_s, compute_s, sequence.chunks, sequence.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """News of one step: tokens in the order in which they are to be reported, sequences that ended by an error (the
-    engine holds nothing of them but what a send session still owns), prefills that are done."""
+    engine holds nothing of them but what a send session still owns), prompts that are done."""
 
     step_id: int
     tokens: tuple[TokenOut, ...]

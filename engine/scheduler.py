@@ -9,9 +9,10 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
    so decodes always fit and prefills take only what they leave.
 3. *Memory for growth* goes to the oldest first. If a decode lacks a block: while there are tickets, the youngest are
    revoked and the decode sits out until their blocks are back; without tickets, the youngest running sequence that
-   is younger is preempted; if there is none younger, it sits out while older ones run; if it is the only one that
-   could run, the youngest paused one is preempted.
+   is younger is preempted, and the next, until a block comes free (shared ones do not); if there is none younger, it
+   sits out while older ones run; if it is the only one that could run, the youngest paused one is preempted.
 4. *Admission* is in order of arrival, all blocks at once, and leaves a block of growth to every running sequence.
+   Blocks that the prefix cache has of a sequence are taken from it: they cost memory only if nobody uses them.
    One that does not fit is passed over by younger ones, and by tickets, at most `MAX_PASSED_OVER` times: then
    nothing more is admitted and no ticket granted before it is. Nothing is admitted in a step in which a decode lacks
    memory.
@@ -41,14 +42,17 @@ class SequenceView(NamedTuple):
 
     Attributes:
         key: who it is.
-        known: tokens known. computed: of those, in the cache (less than `known`).
+        known: tokens known. computed: of those, in the cache, or to be there upon admission (less than `known`).
         blocks: blocks held; 0 means that it waits for admission.
-        admit_blocks: blocks that it takes when it is admitted.
+        admit_blocks: blocks that it holds when it is admitted.
         max_blocks: blocks that it can come to hold.
         has_credit: whether a token of it may be reported.
         preemptible: whether its blocks may be taken away.
         passed_over: how many younger requests have been given blocks while it waits.
         last_step: id of the last step it took part in.
+        cached_blocks: of `admit_blocks`, those that the prefix cache has. used_blocks: of those, used by others too.
+        shared_blocks: of `blocks`, those that would not come free with it, since others hold them; exact if memory
+            is so short that it matters in this step, else perhaps 0.
     """
 
     key: RequestKey
@@ -61,6 +65,14 @@ class SequenceView(NamedTuple):
     preemptible: bool
     passed_over: int
     last_step: int
+    cached_blocks: int = 0
+    used_blocks: int = 0
+    shared_blocks: int = 0
+
+    @property
+    def admit_cost(self) -> int:
+        """By how much its admission lowers the number of free blocks."""
+        return self.admit_blocks - self.used_blocks
 
     @property
     def may_grow(self) -> bool:
@@ -69,7 +81,11 @@ class SequenceView(NamedTuple):
 
 
 class TicketView(NamedTuple):
-    """An uncommitted ticket. `revoking`: its revocation has been asked for, its blocks are not back yet."""
+    """An uncommitted ticket.
+
+    `blocks`: those that were allocated for it, and come back with it; what it shares with the prefix cache is not
+    counted. `revoking`: its revocation has been asked for, its blocks are not back yet.
+    """
 
     owner: str
     blocks: int
@@ -78,7 +94,10 @@ class TicketView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSnapshot:
-    """All that a decision depends on. `sequences` and `tickets` are ordered oldest first."""
+    """All that a decision depends on. `sequences` and `tickets` are ordered oldest first.
+
+    `free_blocks`: blocks that nobody uses, those that the prefix cache would give up among them.
+    """
 
     sequences: tuple[SequenceView, ...]
     tickets: tuple[TicketView, ...]
@@ -87,7 +106,10 @@ class SchedulerSnapshot:
 
 
 class ScheduledChunk(NamedTuple):
-    """`num_tokens` tokens of a sequence from `start` on, for which it first gets `new_blocks` more blocks."""
+    """`num_tokens` tokens of a sequence from `start` on, for which it first gets `new_blocks` more blocks.
+
+    One that is admitted takes the blocks that the prefix cache has of it before that, and `start` is where they end.
+    """
 
     key: RequestKey
     start: int
@@ -161,7 +183,8 @@ def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDe
         waiting = view.blocks == 0
         if waiting:
             admitted.append(view.key)
-        chunk = ScheduledChunk(view.key, view.computed, count, view.admit_blocks if waiting else 0)
+        new_blocks = view.admit_blocks - view.cached_blocks if waiting else 0
+        chunk = ScheduledChunk(view.key, view.computed, count, new_blocks)
         (chunks if count == 1 else longer).append(chunk)
 
     taken = set(admitted)
@@ -216,15 +239,14 @@ def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> _Turn:
                 revoke.append(ticket.owner)
                 returning += ticket.blocks
             continue
-        if free == 0:
-            victim = _victim(view, snapshot.sequences, preempted)
-            if victim is None:
-                sitting_out.append(view.key)
-                continue
+        while free == 0 and (victim := _victim(view, snapshot.sequences, preempted)) is not None:
             preempted[victim.key] = None
             prefills.pop(victim.key, None)
             chunk = singles.pop(victim.key, None)
-            free += victim.blocks + (chunk.new_blocks if chunk else 0)
+            free += victim.blocks - victim.shared_blocks + (chunk.new_blocks if chunk else 0)
+        if free == 0:
+            sitting_out.append(view.key)
+            continue
         free -= 1
         singles[view.key] = ScheduledChunk(view.key, view.computed, 1, 1)
     return _Turn(list(singles.values()), list(prefills.values()), list(preempted), revoke, sitting_out, free)
@@ -265,14 +287,14 @@ def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, turn: _Turn, bu
         if len(admission.candidates) >= min(places, budget):
             break
         # Does not fit: look behind it, unless it has been passed over often enough.
-        if view.admit_blocks + growers > free:
+        if view.admit_cost + growers > free:
             allowance = min(allowance, MAX_PASSED_OVER - view.passed_over)
             if allowance <= 0:
                 break
             admission.passed_over_by[view.key] = []
             continue
         admission.candidates.append(view)
-        free -= view.admit_blocks
+        free -= view.admit_cost
         growers += view.preemptible and view.admit_blocks < view.max_blocks
         if not admission.passed_over_by:
             continue
@@ -308,14 +330,22 @@ def split_prefill_budget(remaining: Sequence[int], budget: int, chunk_tokens: in
     return shares
 
 
-def ticket_refusal(snapshot: SchedulerSnapshot, blocks: int, max_reserved_blocks: int) -> str | None:
-    """Why a ticket of `blocks` blocks may not be granted now; None if it may."""
+def ticket_refusal(
+    snapshot: SchedulerSnapshot, blocks: int, max_reserved_blocks: int, idle_blocks: int = 0
+) -> str | None:
+    """Why a ticket may not be granted now; None if it may.
+
+    Args:
+        blocks: blocks that it needs beside those that the prefix cache has for it.
+        max_reserved_blocks: blocks that all tickets together may hold, not counting shared ones.
+        idle_blocks: of the cached ones, those that nobody uses and that the ticket would pin.
+    """
     reserved = sum(ticket.blocks for ticket in snapshot.tickets)
     # The only ticket may be larger: a long prompt would be refused by an idle worker for ever otherwise.
     if reserved and reserved + blocks > max_reserved_blocks:
         return f"tickets hold {reserved} blocks and may hold {max_reserved_blocks}"
     growers = sum(view.may_grow for view in snapshot.sequences)
-    if blocks + growers > snapshot.free_blocks:
+    if blocks + idle_blocks + growers > snapshot.free_blocks:
         return f"{snapshot.free_blocks} blocks are free, of which running sequences may need {growers}"
     # Blocks that come free belong to a request that has been passed over too often.
     if any(

@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from pdcore.hashing import block_hashes
 from pdcore.types import FinishReason, RequestSpec
 
 
@@ -42,9 +43,10 @@ class Sequence:
                                                      v
                                                   FINISHED      (abort leads from each of the first three to ABORTED)
 
-    A preempted sequence keeps its tokens and loses its blocks; all tokens are computed again. One that was preempted
-    while PAUSED is WAITING without credit and is not admitted before it has some. A sequence that came by commit
-    with a window of one token goes to PAUSED at once: its first token used the window.
+    A preempted sequence keeps its tokens and loses its blocks; what the prefix cache does not keep of them is
+    computed again. One that was preempted while PAUSED is WAITING without credit and is not admitted before it has
+    some. A sequence that came by commit with a window of one token goes to PAUSED at once: its first token used the
+    window.
 
     Tokens, from the front::
 
@@ -54,14 +56,23 @@ class Sequence:
         |<------ num_computed: in the cache ------>|<- at least one, the input of a later step
 
     `buffer[:num_tokens]` are the tokens. `table[:num_blocks]` is the block table; it equals the block manager's list
-    of the owner.
+    of the owner::
+
+        |<- num_published: found in the prefix cache, or offered to it; not written ->|<- written by later steps ->|
+        |<- hashes: names of full blocks, kept over preemptions ->|
     """
 
     __slots__ = (
+        "_block_size",
+        "_root",
         "_table_ids",
         "buffer",
+        "cached_tokens",
         "chunks",
         "credit",
+        "exact",
+        "hashes",
+        "hits",
         "key",
         "kind",
         "last_step",
@@ -70,6 +81,7 @@ class Sequence:
         "num_computed",
         "num_known",
         "num_prompt",
+        "num_published",
         "num_tokens",
         "preempt_until",
         "queued_at",
@@ -83,7 +95,10 @@ class Sequence:
         "table",
     )
 
-    def __init__(self, spec: RequestSpec, kind: SequenceKind, *, block_size: int, now: float) -> None:
+    def __init__(
+        self, spec: RequestSpec, kind: SequenceKind, *, block_size: int, now: float, root: bytes | None = None
+    ) -> None:
+        """`root`: what the names of its blocks are chained to; None if it takes no part in the prefix cache."""
         known = spec.known_tokens
         total = self.total_tokens(spec, kind)
         assert len(known) < total, (spec.key, len(known), total)
@@ -102,6 +117,13 @@ class Sequence:
         self.table: NDArray[np.int32] = np.zeros(-(-total // block_size), np.int32)
         self.num_blocks = 0
         self._table_ids: tuple[int, ...] = ()
+        self._block_size = block_size
+        self._root = root
+        self.hashes: list[bytes] = []
+        self.hits = 0  # blocks from the front that the prefix cache had when it was last asked
+        self.num_published = 0
+        self.exact = True  # no KV in its blocks came through a codec that changes numbers
+        self.cached_tokens = 0  # of the prompt: taken from the prefix cache when it first got blocks
         self.stop_tokens = frozenset(spec.params.stop_token_ids)
         self.credit = spec.token_window
         self.skipped = 0  # how many requests got blocks ahead of this one while it did not fit
@@ -137,6 +159,26 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     @property
+    def may_hit(self) -> int:
+        """Blocks from the front that may be taken from the prefix cache: the last token is always computed."""
+        return 0 if self._root is None else (self.num_tokens - 1) // self._block_size
+
+    @property
+    def may_publish(self) -> int:
+        """Blocks from the front that are full of KV as this model computes it, so that others may use them."""
+        return self.num_computed // self._block_size if self._root is not None and self.exact else 0
+
+    def name_blocks(self, count: int) -> list[bytes]:
+        """Names of at least its first `count` blocks, whose tokens must be known. Each is computed once."""
+        have = len(self.hashes)
+        if have < count:
+            assert self._root is not None, self.key
+            tokens = self.buffer[have * self._block_size : count * self._block_size].tolist()
+            parent = self.hashes[-1] if self.hashes else self._root
+            self.hashes += block_hashes(parent, tokens, self._block_size)
+        return self.hashes
+
+    @property
     def block_ids(self) -> tuple[int, ...]:
         """The block table as a tuple."""
         if len(self._table_ids) != self.num_blocks:
@@ -148,6 +190,15 @@ class Sequence:
         end = self.num_blocks + len(blocks)
         self.table[self.num_blocks : end] = blocks
         self.num_blocks = end
+
+    def take_cached(self, blocks: Seq[int]) -> None:
+        """Begin with these blocks, which the prefix cache had."""
+        assert self.num_blocks == 0, self.key
+        self.take_blocks(blocks)
+        self.num_computed = len(blocks) * self._block_size
+        self.num_published = len(blocks)
+        if self.chunks == 0:
+            self.cached_tokens = min(self.num_computed, self.num_prompt)
 
     def start(self, now: float, step_id: int) -> None:
         """It is in step `step_id`."""
@@ -167,6 +218,8 @@ class Sequence:
         self.preempt_until = max(self.preempt_until, self.num_computed)
         self.num_computed = 0
         self.num_blocks = 0
+        self.num_published = 0
+        self.exact = True  # whatever it had, this model computes it now
         self._table_ids = ()
 
     def abort(self) -> None:

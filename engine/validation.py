@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from engine.blocks import BlockManager
@@ -29,6 +30,16 @@ def _problems(
         yield "sampling.max_tokens", f"must be at least 1, got {params.max_tokens}"
     if spec.token_window < 1:
         yield "token_window", f"must be at least 1, got {spec.token_window}"
+    if not math.isfinite(params.temperature) or params.temperature < 0:
+        yield "sampling.temperature", f"must be a number of at least 0, got {params.temperature}"
+    if not 0 <= params.top_k < 1 << 31:
+        yield "sampling.top_k", f"must be in [0, 2147483648), got {params.top_k}"
+    if not 0 < params.top_p <= 1:
+        yield "sampling.top_p", f"must be in (0, 1], got {params.top_p}"
+    if not 0 <= params.min_p < 1:
+        yield "sampling.min_p", f"must be in [0, 1), got {params.min_p}"
+    if params.min_tokens < 0:
+        yield "sampling.min_tokens", f"must be at least 0, got {params.min_tokens}"
     if not 0 <= params.seed < 1 << 64:
         yield "sampling.seed", f"must be an unsigned 64-bit integer, got {params.seed}"
     for field, ids in (

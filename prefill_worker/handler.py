@@ -6,7 +6,8 @@ The life of a request here::
                   '------------- abort -----------> gone
 
 While QUEUED the request holds nothing but its place in the engine. From the first step on its blocks belong to the
-engine's sequence and then to the send; `KvSender`'s single `on_done` is the one place that frees them.
+engine's sequence and then to the send; `KvSender`'s single `on_done` is the one place that gives them up. Full ones
+are in the engine's prefix cache as soon as they are computed: the next prompt shares them while they are being sent.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.engine import Engine, StepPlan, StepResult
+from engine.engine import Chunk, Engine, StepPlan, StepResult
 from engine.sequence import SequenceKind
 from kv_transfer.sender import KvSender
 from kv_transfer.transport import SendOutcome
 from pdcore.errors import InvalidRequest, PdserveError, TransferError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, RequestKey, RequestSpec
-from protos import worker_pb2
-from worker.events import token_event
+from worker.events import prefill_notice, token_event
 from worker.handler import NotMyRole, Reporter, failed_notice
 
 
@@ -92,11 +92,12 @@ class PrefillHandler:
 
     def on_plan(self, plan: StepPlan) -> None:
         for chunk in plan.chunks:
-            if self._open(chunk.key, chunk.block_ids):
+            if self._open(chunk):
                 self._sender.computing(chunk.key, chunk.token_start, chunk.token_end, plan.step_id)
 
-    def _open(self, key: RequestKey, block_ids: Sequence[int]) -> bool:
+    def _open(self, chunk: Chunk) -> bool:
         """Hand the request to the sender when its blocks are known; False if it is not to be sent."""
+        key = chunk.key
         with self._lock:
             request = self._requests.get(key)
             if request is None or request.aborted:
@@ -105,13 +106,15 @@ class PrefillHandler:
                 return True
             self._faults.hit("prefill.before_first_chunk")
             try:
-                self._sender.open(key, request.ticket, block_ids, self._on_sent)
+                self._sender.open(key, request.ticket, chunk.block_ids, self._on_sent, request.spec.kv_codec)
             except TransferError as error:
                 self._engine.abort(key)
                 self._drop(key)
                 failure = error
             else:
                 request.sending = True
+                # What the first chunk does not begin with was in the prefix cache, and can be sent at once.
+                self._sender.computed(key, chunk.token_start)
                 return True
         self._report_failure(key, failure)
         return False
@@ -122,8 +125,7 @@ class PrefillHandler:
         for chunk in plan.chunks:
             self._sender.computed(chunk.key, chunk.token_end)
         for stats in result.prefilled:
-            done = worker_pb2.PrefillDone(queued_s=stats.queued_s, compute_s=stats.compute_s, chunks=stats.chunks)
-            self._reporter.notice(stats.key, worker_pb2.RequestNotice(prefill_done=done))
+            self._reporter.notice(stats.key, prefill_notice(stats))
         # The client should have its first token before the manifest travels: report, then finish.
         self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
         for token in result.tokens:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from engine.loader import load_runner
 from engine.step import ModelRunner
+from kv_transfer.codec_speed import quick_costs
 from kv_transfer.sender import KvSender
 from pdcore.config import WorkerConfig
 from pdcore.types import Role
@@ -35,6 +36,8 @@ class PrefillWorker:
             incarnation=self.incarnation,
             store=runtime.runner.cache,
             config=self.config.transfer,
+            codecs=runtime.codecs,
+            costs=quick_costs(runtime.codecs, runtime.runner.geometry),
             layers_done=runtime.runner.progress.layers_of,
             clock=runtime.clock,
             faults=runtime.faults,

@@ -19,12 +19,18 @@ def make_engine(
     chunk: int = 64,
     max_model_len: int | None = None,
     max_reserved_fraction: float = 0.5,
+    prefix_cache: bool = True,
+    local_prefill_tokens: int = 64,
     on_pressure: Callable[[str], None] | None = None,
     clock: Clock | None = None,
 ) -> Engine:
     """An engine with these scheduler limits, on a clock that stands still."""
     config = EngineConfig(
-        "fake", "fake", max_model_len=max_model_len, scheduler=SchedulerConfig(budget, max_num_seqs, chunk)
+        "fake",
+        "fake",
+        max_model_len=max_model_len,
+        prefix_cache=prefix_cache,
+        scheduler=SchedulerConfig(budget, max_num_seqs, chunk, local_prefill_tokens),
     )
     pressure = on_pressure or (lambda owner: None)
     return Engine(runner, config, clock or ManualClock(), pressure, max_reserved_fraction)
@@ -42,6 +48,7 @@ def request(
     stop: Sequence[int] = (),
     min_tokens: int = 0,
     vocab_size: int = 256,
+    salt: str = "",
 ) -> RequestSpec:
     """A request; a number as the prompt stands for that many tokens that depend on the name."""
     if isinstance(prompt, int):
@@ -50,7 +57,13 @@ def request(
     params = SamplingParams(
         max_tokens, temperature=temperature, seed=seed, stop_token_ids=tuple(stop), min_tokens=min_tokens
     )
-    return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window)
+    return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt)
+
+
+def prompt_of(family: int, shared: int, own: int = 0, *, branch: int = 0, vocab_size: int = 256) -> list[int]:
+    """`shared` tokens that all prompts of the family begin with, and `own` that those of the branch share."""
+    front = [(31 * family + 5 * i * i + i) % vocab_size for i in range(shared)]
+    return front + [(17 * branch + 3 * i * i + 7 * i + 1) % vocab_size for i in range(own)]
 
 
 def step(engine: Engine) -> StepResult | None:
@@ -90,16 +103,19 @@ def tokens_of(tokens: Sequence[TokenOut], spec: RequestSpec) -> list[int]:
 
 
 def prefill_and_transfer(
-    source: Engine, runner: FakeRunner, target: FakeRunner, spec: RequestSpec, blocks: Sequence[int]
+    source: Engine, runner: FakeRunner, target: FakeRunner, spec: RequestSpec, blocks: Sequence[int], held: int = 0
 ) -> int:
-    """Compute `spec` on a prefill engine, copy its KV into `blocks` of `target`, and return the first token."""
+    """Compute `spec` on a prefill engine, copy its KV into `blocks` of `target`, and return the first token.
+
+    `held`: tokens that are in `blocks` already, and are not copied.
+    """
     source.add(spec, SequenceKind.PREFILL)
     tokens = run(source)
     table = source.block_table(spec.key)
     assert table is not None
     known = len(spec.known_tokens)
-    half = known // 2  # two ranges, neither of them aligned to blocks of either side
-    for start, count in ((0, half), (half, known - half)):
+    half = (held + known) // 2  # two ranges, neither of them aligned to blocks of either side
+    for start, count in ((held, half - held), (half, known - half)):
         for layer in range(runner.geometry.num_layers):
             values = runner.cache.gather(layer, 1, table, start, count)
             target.cache.scatter(layer, blocks, start, values)

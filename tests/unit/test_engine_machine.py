@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.engine import SequenceKind, StepPlan
+from engine.engine import Reservation, SequenceKind, StepPlan
 from engine.step import StepOutput
 from pdcore.types import FinishReason, RequestKey, RequestSpec
-from tests.support.engine_kit import make_engine, prefill_and_transfer, request
+from tests.support.engine_kit import make_engine, prefill_and_transfer, prompt_of, request
 from tests.support.fake_runner import FakeRunner, oracle
 
 VOCAB = 32  # small, so that stop tokens come up
@@ -28,6 +28,7 @@ class Expected:
     got: list[int] = field(default_factory=list)
     credit: int = 0
     committed: bool = False
+    first_chunk_at: int | None = None  # the token at which its first chunk began
 
     @property
     def echo_pending(self) -> bool:
@@ -38,7 +39,8 @@ class Expected:
 class EngineMachine(RuleBasedStateMachine):
     """Steps are split into schedule, execute and apply, with all other calls in between.
 
-    Pools hold a few requests at most, so that memory is short most of the time.
+    Pools hold a few requests at most, so that memory is short most of the time. Most prompts begin like others, so
+    that blocks are shared; what the model generates does not depend on it, and neither does what the test expects.
     """
 
     @initialize(
@@ -49,10 +51,11 @@ class EngineMachine(RuleBasedStateMachine):
         more_budget=st.integers(0, 12),
         chunk=st.integers(1, 12),
         fraction=st.sampled_from([0.5, 1.0]),
+        prefix_cache=st.sampled_from([True, True, True, False]),
     )
     def build(
         self, blocks: int, block_size: int, source_block_size: int, max_num_seqs: int, more_budget: int, chunk: int,
-        fraction: float,
+        fraction: float, prefix_cache: bool,
     ) -> None:  # fmt: skip
         self.runner = FakeRunner(
             num_blocks=blocks, block_size=block_size, vocab_size=VOCAB, max_num_seqs=max_num_seqs
@@ -66,14 +69,15 @@ class EngineMachine(RuleBasedStateMachine):
             chunk=chunk,
             max_model_len=64,
             max_reserved_fraction=fraction,
+            prefix_cache=prefix_cache,
             on_pressure=self.revoked.append,
         )
         self.source_runner = FakeRunner(num_blocks=64, block_size=source_block_size, vocab_size=VOCAB)
         self.source = make_engine(self.source_runner, budget=9, max_num_seqs=9, chunk=7)
         self.live: dict[RequestKey, Expected] = {}
-        self.prefills: set[RequestKey] = set()  # all that ever were
         self.sends: set[RequestKey] = set()  # PREFILL keys whose send has not been released
-        self.tickets: dict[str, tuple[RequestSpec, list[int]]] = {}
+        self.tickets: dict[str, tuple[RequestSpec, Reservation]] = {}
+        self.cached: set[bytes] = set()  # names of cached blocks, as one knows them who hears of events only
         self.plan: StepPlan | None = None
         self.output: StepOutput | None = None
         self.count = 0
@@ -83,8 +87,11 @@ class EngineMachine(RuleBasedStateMachine):
     def _spec(self, data: st.DataObject) -> RequestSpec:
         self.count += 1
         pool = self.runner.geometry.num_blocks * self.runner.geometry.block_size
-        prompt = data.draw(st.integers(1, min(9, pool - 2)), label="prompt")
-        max_tokens = data.draw(st.integers(1, min(14, pool - prompt)), label="max_tokens")
+        length = data.draw(st.integers(1, min(9, pool - 2)), label="prompt")
+        max_tokens = data.draw(st.integers(1, min(14, pool - length)), label="max_tokens")
+        shared = data.draw(st.integers(0, length), label="shared")
+        family = data.draw(st.integers(0, 1), label="family")
+        prompt = prompt_of(family, shared, length - shared, branch=self.count, vocab_size=VOCAB)
         delivered = [1] * data.draw(st.integers(0, min(3, max_tokens - 1)), label="delivered")
         return request(
             f"r{self.count}",
@@ -97,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
             stop=data.draw(st.sampled_from([(), (5, 6, 7)]), label="stop"),
             min_tokens=data.draw(st.integers(0, 4), label="min_tokens"),
             vocab_size=VOCAB,
+            salt=data.draw(st.sampled_from(["", "", "", "salt"]), label="salt"),
         )
 
     def _expect(self, spec: RequestSpec, kind: SequenceKind, committed: bool = False) -> None:
@@ -104,7 +112,6 @@ class EngineMachine(RuleBasedStateMachine):
         tokens, reason = oracle(self.runner, spec, limit)
         self.live[spec.key] = Expected(spec, kind, tokens, reason, credit=spec.token_window, committed=committed)
         if kind is SequenceKind.PREFILL:
-            self.prefills.add(spec.key)
             self.sends.add(spec.key)
 
     @precondition(lambda self: len(self.live) < 7)
@@ -115,13 +122,14 @@ class EngineMachine(RuleBasedStateMachine):
         self._expect(spec, kind)
 
     @precondition(lambda self: len(self.live) < 5)
-    @rule(prompts=st.lists(st.integers(1, 4), min_size=2, max_size=4))
-    def add_crowd(self, prompts: list[int]) -> None:
-        """Requests that start small and grow: they come to lack memory."""
+    @rule(prompts=st.lists(st.integers(1, 4), min_size=2, max_size=4), alike=st.booleans())
+    def add_crowd(self, prompts: list[int], alike: bool) -> None:
+        """Requests that start small and grow: they come to lack memory. Those that are alike grow alike."""
         pool = self.runner.geometry.num_blocks * self.runner.geometry.block_size
-        for prompt in prompts:
+        for length in prompts:
             self.count += 1
-            spec = request(f"r{self.count}", prompt, min(pool - prompt, 20), seed=self.count, vocab_size=VOCAB)
+            prompt = prompt_of(0 if alike else self.count, length, vocab_size=VOCAB)
+            spec = request(f"r{self.count}", prompt, min(pool - length, 20), seed=self.count)
             self.engine.add(spec, SequenceKind.GENERATE)
             self._expect(spec, SequenceKind.GENERATE)
 
@@ -161,20 +169,24 @@ class EngineMachine(RuleBasedStateMachine):
         spec = self._spec(data)
         owner, known = spec.key.request_id, len(spec.known_tokens)
         before = self.engine.load().free_blocks
-        blocks = self.engine.reserve_ticket(owner, known)
-        if blocks is None:
+        ticket = self.engine.reserve(owner, spec)
+        if ticket is None:
             assert self.engine.load().free_blocks == before
             return
-        assert len(blocks) == self.runner.geometry.blocks_for(known + 1)
-        self.tickets[owner] = (spec, blocks)
+        assert len(ticket.blocks) == self.runner.geometry.blocks_for(known + 1)
+        assert ticket.prefix_tokens < known
+        assert ticket.prefix_tokens % self.runner.geometry.block_size == 0
+        self.tickets[owner] = (spec, ticket)
 
     @precondition(lambda self: len(self.tickets) > bool(not self.revoked))  # the last one only if it was asked back
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         owner = data.draw(st.sampled_from(sorted(self.tickets)))
-        spec, blocks = self.tickets.pop(owner)
-        first = prefill_and_transfer(self.source, self.source_runner, self.runner, spec, blocks)
-        self.engine.commit_ticket(owner, spec, first)
+        spec, ticket = self.tickets.pop(owner)
+        first = prefill_and_transfer(
+            self.source, self.source_runner, self.runner, spec, ticket.blocks, ticket.prefix_tokens
+        )
+        self.engine.commit_ticket(owner, spec, first, exact=data.draw(st.booleans(), label="exact"))
         self._expect(spec, SequenceKind.GENERATE, committed=True)
 
     @precondition(lambda self: len(self.tickets) > 2)
@@ -212,6 +224,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert chunk.token_end <= known + len(expected.got) + expected.echo_pending
             assert chunk.is_prompt == (chunk.token_start < known)
             assert list(chunk.block_ids) == self.engine.block_table(chunk.key)
+            if expected.first_chunk_at is None:
+                expected.first_chunk_at = chunk.token_start
+                assert expected.committed or chunk.token_start % self.runner.geometry.block_size == 0
 
     @precondition(lambda self: self.plan is None)
     @rule(steps=st.integers(1, 16))
@@ -238,8 +253,12 @@ class EngineMachine(RuleBasedStateMachine):
         result = self.engine.apply(self.plan, self.output)
         self.plan = self.output = None
         assert not result.rejected
+        prefilled = []
         for token in result.tokens:
             expected = self.live[token.key]  # an aborted request must not report
+            if not expected.got and not expected.committed:
+                assert expected.first_chunk_at is not None
+                prefilled.append((token.key, min(expected.first_chunk_at, len(expected.spec.prompt))))
             assert token.index == len(expected.spec.delivered) + len(expected.got)
             expected.got.append(token.token_id)
             expected.credit -= 1
@@ -250,8 +269,7 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.live[token.key]
             else:
                 assert token.finish is None
-        prefills = [token.key for token in result.tokens if token.key in self.prefills]
-        assert [stats.key for stats in result.prefilled] == prefills
+        assert [(stats.key, stats.cached_tokens) for stats in result.prefilled] == prefilled
 
     @invariant()
     def integrity(self) -> None:
@@ -259,8 +277,13 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.engine.check_integrity()
         load = self.engine.load()
-        owned = sum(len(blocks) for _, blocks in self.tickets.values())
+        size = self.runner.geometry.block_size
+        owned = sum(len(ticket.blocks) - ticket.prefix_tokens // size for _, ticket in self.tickets.values())
         assert load.reserved_blocks == owned
+        for added, name in self.engine.drain_cache_events().events:
+            (self.cached.add if added else self.cached.remove)(name)
+        assert self.cached == set(self.engine.cached_names())
+        assert load.cached_blocks == len(self.cached)
         over = sum(e.echo_pending and len(e.tokens) == 1 for e in self.live.values())  # only its news is left
         assert load.waiting + load.running + load.paused == len(self.live) - over
 

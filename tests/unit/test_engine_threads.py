@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from engine.engine import Engine, SequenceKind
 from engine.step import StepInput, StepOutput
 from pdcore.types import RequestKey, RequestSpec
-from tests.support.engine_kit import make_engine, prefill_and_transfer, request
+from tests.support.engine_kit import make_engine, prefill_and_transfer, prompt_of, request
 from tests.support.fake_runner import FakeRunner, oracle
 
 CALLERS = 3
@@ -47,14 +47,15 @@ def make_calls(
     specs: dict[RequestKey, RequestSpec] = {}
     aborted: set[RequestKey] = set()
     for i in range(REQUESTS):
-        spec = request(f"c{number}-{i}", rng.randint(1, 40), rng.randint(1, 12), window=rng.randint(1, 9))
+        prompt = prompt_of(rng.randint(0, 2), rng.randint(1, 30), rng.randint(0, 10), branch=rng.randint(0, 9))
+        spec = request(f"c{number}-{i}", prompt, rng.randint(1, 12), window=rng.randint(1, 9))
         owner = spec.key.request_id
         way = rng.choice(["generate", "prefill", "ticket"])
         if way != "ticket":
             engine.add(spec, SequenceKind(way))
             specs[spec.key] = spec
-        elif (blocks := engine.reserve_ticket(owner, len(spec.prompt))) is not None:
-            first = prefill_and_transfer(source, there, runner, spec, blocks)
+        elif (ticket := engine.reserve(owner, spec)) is not None:
+            first = prefill_and_transfer(source, there, runner, spec, ticket.blocks, ticket.prefix_tokens)
             if rng.random() < 0.7:
                 engine.commit_ticket(owner, spec, first)
                 specs[spec.key] = spec
@@ -97,6 +98,7 @@ def test_calls_from_other_threads_at_any_moment() -> None:
         engine.release_send(key)
     engine.check_integrity()
     assert engine.load().free_blocks == 24
+    assert engine.load().cached_tokens > 0
     assert 0 < len(aborted) < len(specs)
     for key, spec in specs.items():
         mine, expected = got.get(key, []), oracle(runner, spec)[0]

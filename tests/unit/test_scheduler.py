@@ -190,6 +190,18 @@ class TestGrowth:
         assert decision.sitting_out == (key("a"),)
         assert [chunk.key for chunk in decision.chunks] == [key("p")]
 
+    def test_blocks_that_others_hold_too_do_not_come_free(self) -> None:
+        views = [decode("a", 17, blocks=1), decode("b", 20), decode("c", 20, shared_blocks=2)]
+        decision = schedule(snapshot(*views, free=0), CONFIG)
+        assert decision.preempt == (key("c"), key("b")), "the next one gives way too, until a block comes free"
+        assert decision.chunks == (ScheduledChunk(key("a"), 16, 1, 1),)
+
+    def test_a_decode_sits_out_if_those_that_gave_way_shared_all_they_had(self) -> None:
+        views = [decode("a", 17, blocks=1), decode("b", 20, shared_blocks=2), decode("c", 20, shared_blocks=2)]
+        decision = schedule(snapshot(*views, free=0), CONFIG)
+        assert decision.preempt == (key("c"), key("b"))
+        assert decision.sitting_out == (key("a"),), "what b and c shared with each other is free in the next step"
+
     def test_nothing_is_admitted_when_memory_is_short(self) -> None:
         views = [decode("a", 17, blocks=1), decode("b", 60), prompt("p", 4)]
         decision = schedule(snapshot(*views, free=0), CONFIG)
@@ -228,6 +240,25 @@ class TestAdmission:
         decision = schedule(snapshot(prompt("p", 40), prompt("q", 2), prompt("r", 30)), config)
         assert decision.chunks == (ScheduledChunk(key("p"), 0, 1, 3), ScheduledChunk(key("q"), 0, 2, 1))
         assert decision.admitted == (key("p"), key("q"))
+
+    def test_what_the_prefix_cache_has_is_not_computed_again(self) -> None:
+        waiting = prompt("p", 40, computed=32, cached_blocks=2)
+        assert schedule(snapshot(waiting), CONFIG).chunks == (ScheduledChunk(key("p"), 32, 8, 1),)
+
+    def test_cached_blocks_that_nobody_uses_cost_as_much_as_fresh_ones(self) -> None:
+        waiting = prompt("p", 40, computed=32, cached_blocks=2)
+        assert schedule(snapshot(waiting, free=2), CONFIG).chunks == ()
+        assert schedule(snapshot(waiting, free=3), CONFIG).chunks != ()
+
+    def test_cached_blocks_that_others_use_cost_nothing(self) -> None:
+        waiting = prompt("p", 40, computed=32, cached_blocks=2, used_blocks=2)
+        assert schedule(snapshot(waiting, free=1), CONFIG).chunks == (ScheduledChunk(key("p"), 32, 8, 1),)
+        assert schedule(snapshot(waiting, free=0), CONFIG).chunks == ()
+
+    def test_a_prompt_of_which_one_token_is_missing_comes_with_the_decodes(self) -> None:
+        waiting = prompt("p", 33, computed=32, cached_blocks=2)
+        chunks = schedule(snapshot(prompt("q", 20), waiting), CONFIG).chunks
+        assert chunks == (ScheduledChunk(key("p"), 32, 1, 1), ScheduledChunk(key("q"), 0, 20, 2))
 
 
 class TestPrefillBudget:
@@ -284,29 +315,26 @@ class TestTickets:
         assert ticket_refusal(snapshot(tickets=tickets), 3, 10) is None
         assert ticket_refusal(snapshot(tickets=tickets), 4, 10) is not None
 
+    def test_a_held_prefix_counts_as_memory_and_not_as_reserved(self) -> None:
+        tickets = (TicketView("t", 7, False),)
+        assert ticket_refusal(snapshot(tickets=tickets, free=8), 3, 10, idle_blocks=5) is None
+        assert ticket_refusal(snapshot(tickets=tickets, free=7), 3, 10, idle_blocks=5) is not None
+
     def test_blocks_are_kept_for_one_passed_over_too_often(self) -> None:
         starved = prompt("large", 400, passed_over=MAX_PASSED_OVER)
         assert ticket_refusal(snapshot(starved), 1, 10) is not None
         assert ticket_refusal(snapshot(starved._replace(has_credit=False)), 1, 10) is None
 
 
-VIEWS = st.builds(
-    lambda i, known, computed, blocks, credit, preemptible, passed, last: (
-        known,
-        computed,
-        blocks,
-        credit,
-        preemptible,
-        passed,
-        last,
-    ),
-    st.integers(),
+VIEWS = st.tuples(
     st.integers(1, 90),
     st.integers(0, 89),
     st.integers(0, 6),
     st.booleans(),
     st.booleans(),
     st.integers(0, MAX_PASSED_OVER),
+    st.integers(0, 5),
+    st.integers(0, 5),
     st.integers(0, 5),
 )
 
@@ -320,16 +348,20 @@ VIEWS = st.builds(
 def test_every_decision_can_be_carried_out(raw, free, tickets, limits) -> None:  # type: ignore[no-untyped-def]
     """Whatever the snapshot: blocks given are there, limits are kept, only what may be taken is taken."""
     views = []
-    for i, (known, computed, blocks, credit, preemptible, passed, last) in enumerate(raw):
+    for i, (known, computed, blocks, credit, preemptible, passed, last, hits, shared) in enumerate(raw):
         full = -(-(known + 1) // BLOCK)
+        who = SequenceView(key(str(i)), known, 0, 0, full, full + 2, credit, preemptible, 0, last)
         if blocks == 0:
-            views.append(SequenceView(key(str(i)), known, 0, 0, full, full + 2, credit, preemptible, passed, last))
+            hits = min(hits, (known - 1) // BLOCK)
+            who = who._replace(
+                passed_over=passed, computed=hits * BLOCK, cached_blocks=hits, used_blocks=min(hits, shared)
+            )
         elif computed >= known - 1 and preemptible:  # a decode, perhaps at the end of its last block
             held = -(-(known - 1) // BLOCK) or 1
-            views.append(SequenceView(key(str(i)), known, known - 1, held, full, full + 2, credit, True, 0, last))
+            who = who._replace(computed=known - 1, blocks=held, shared_blocks=min(held, shared))
         else:
-            at = min(computed, known - 1)
-            views.append(SequenceView(key(str(i)), known, at, full, full, full + 2, credit, preemptible, 0, last))
+            who = who._replace(computed=min(computed, known - 1), blocks=full, shared_blocks=min(full, shared))
+        views.append(who)
     shot = SchedulerSnapshot(
         tuple(views), tuple(TicketView(f"t{i}", n, revoking) for i, (n, revoking) in enumerate(tickets)), free, BLOCK
     )
@@ -341,16 +373,18 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits) -> None: 
     assert len(decision.chunks) == len({chunk.key for chunk in decision.chunks}) <= config.max_num_seqs
     counts = [chunk.num_tokens for chunk in decision.chunks]
     assert sorted(counts, key=lambda n: n != 1) == counts
-    back = sum(by_key[victim].blocks for victim in decision.preempt)
-    assert sum(chunk.new_blocks for chunk in decision.chunks) <= free + back
+    back = sum(by_key[victim].blocks - by_key[victim].shared_blocks for victim in decision.preempt)
+    pinned = sum(by_key[name].cached_blocks - by_key[name].used_blocks for name in decision.admitted)
+    assert sum(chunk.new_blocks for chunk in decision.chunks) + pinned <= free + back
     for chunk in decision.chunks:
         view = by_key[chunk.key]
+        cached = view.cached_blocks if chunk.key in decision.admitted else 0
         assert view.has_credit
         assert chunk.key not in decision.preempt
         assert chunk.start == view.computed
         assert 1 <= chunk.num_tokens <= view.known - view.computed
         assert chunk.num_tokens == 1 or chunk.num_tokens <= config.prefill_chunk_tokens
-        assert chunk.start + chunk.num_tokens <= (view.blocks + chunk.new_blocks) * BLOCK
+        assert chunk.start + chunk.num_tokens <= (view.blocks + cached + chunk.new_blocks) * BLOCK
     for victim in decision.preempt:
         assert by_key[victim].preemptible
         assert by_key[victim].blocks

@@ -1,0 +1,42 @@
+"""An engine's part of a KV transfer that has not been committed: blocks that wait for what others compute. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdcore.types import RequestSpec
+
+
+class Reservation(NamedTuple):
+    """What a ticket came to hold.
+
+    Attributes:
+        blocks: the whole block table; those of the first `prefix_tokens` tokens are shared and must not be written.
+        prefix_tokens: tokens whose KV is in place; whole blocks, and less than what the request knows.
+        run_here: so little is missing that this engine would rather compute it (see `pdcore.placement`).
+    """
+
+    blocks: list[int]
+    prefix_tokens: int
+    run_here: bool
+
+
+@dataclass(slots=True)
+class Ticket:
+    """An uncommitted ticket, whose blocks the block manager knows.
+
+    Attributes:
+        spec: the request that it is for; None if only the number of its tokens is known.
+        hashes: names of the full blocks of what the request knows.
+        revoking: its revocation has been asked for.
+    """
+
+    spec: RequestSpec | None
+    hashes: list[bytes]
+    revoking: bool = False
+
+    def is_for(self, spec: RequestSpec) -> bool:
+        """Whether KV of `spec` is what was reserved, as far as is known."""
+        mine = self.spec
+        return mine is None or (mine.known_tokens == spec.known_tokens and mine.cache_salt == spec.cache_salt)
