@@ -61,7 +61,7 @@ def memory(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
 
 
 def run(client: Client, length: int, offset: int, new_tokens: int) -> Completion:
-    prompt = [(offset + 7 * i) % 40000 + 300 for i in range(length)]
+    prompt = [(offset + 977 * length + 7 * i) % 40000 + 300 for i in range(length)]  # alike in no prefix
     return client.complete(prompt, Sampling(max_tokens=new_tokens, temperature=0.0, ignore_eos=True), timeout_s=300.0)
 
 

@@ -34,6 +34,8 @@ def load_config(path: Path | None, overrides: Mapping[str, object] | None = None
         config = ClusterConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise _config_error(error) from error
+    except (ValueError, RecursionError) as error:  # a value that holds itself, or text that is no Unicode
+        raise ConfigError("--config", str(path or "flags"), f"values that can be written down ({error})") from error
     config.check()
     return config
 
@@ -76,6 +78,10 @@ def _size(count: int) -> str:
     return str(count)
 
 
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
+"""PyYAML lets through what Python says of impossible dates, endless numbers and bottomless nesting."""
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """PyYAML lets the last of two equal keys win in silence; here a repeated key is an error."""
 
@@ -97,8 +103,8 @@ def _read_yaml(path: Path) -> dict[str, object]:
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--config", str(path), f"a readable UTF-8 file ({error})") from error
-    except yaml.YAMLError as error:
-        raise ConfigError("--config", str(path), f"valid YAML ({' '.join(str(error).split())})") from error
+    except YAML_ERRORS as error:
+        raise ConfigError("--config", str(path), f"valid YAML ({' '.join(str(error).split())[:300]})") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -122,15 +128,19 @@ def _config_error(error: ValidationError) -> ConfigError:
     finding = next((item for item in findings if item["type"] == "extra_forbidden"), findings[0])
     path = _key_path(finding["loc"])
     key = ".".join(path) or "(top)"
+    others = dict.fromkeys(".".join(_key_path(item["loc"])) for item in findings)
+    others.pop(key, None)
+    also = f"; also wrong: {', '.join(others)}" if others else ""
     if finding["type"] == "extra_forbidden":
         known = list(_section_at(path[:-1]).model_fields)
-        return ConfigError(key, finding["input"], f"one of the keys {', '.join(known)}{_suggest(path[-1], known)}")
+        allowed = f"one of the keys {', '.join(known)}{_suggest(path[-1], known)}"
+        return ConfigError(key, finding["input"], allowed + also)
     # A value of a union has one finding for each branch: what is allowed is any of them.
     same = [item for item in findings if _key_path(item["loc"]) == path]
     allowed = " or ".join(dict.fromkeys(_allowed(item) for item in same))
     expected = [item["ctx"]["expected"] for item in same if item["type"] == "literal_error"]
     names = [name.strip(" '") for text in expected for name in text.replace(" or ", ",").split(",")]
-    return ConfigError(key, finding["input"], allowed + _suggest(finding["input"], names))
+    return ConfigError(key, finding["input"], allowed + _suggest(finding["input"], names) + also)
 
 
 _ALLOWED = {

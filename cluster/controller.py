@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import grpc
@@ -16,14 +17,17 @@ import grpc
 from cluster.config import ClusterConfig
 from cluster.membership import MembershipServer
 from cluster.pools import WorkerPools
-from cluster.ray_session import RaySession, ray_address
-from pdcore.errors import PdserveError
+from cluster.ray_environment import ray_address
+from cluster.ray_session import RaySession, RayThread
+from pdcore.errors import ConfigError, PdserveError
 from protos import admin_pb2, admin_pb2_grpc, membership_pb2
 from router.service import RouterServer
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 30.0  # the router's sessions with workers that already serve
+_SIGN_OF_LIFE_S = 5.0  # between lines that say what is waited for
+_LEAVE_RAY_S = 10.0  # for a Ray that is being joined or started when we are told to end
 _CANCEL_S = 3.0  # a cancelled conversion's tidying up; whatever goes on is left to end with the process
 
 
@@ -59,8 +63,7 @@ class ClusterController:
         self._log_to_driver = log_to_driver
         self._on_ray = on_ray
         self._session: RaySession | None = None
-        # Ray asks the kernel to end its processes with the thread that started them: that thread must stay.
-        self._ray_thread = ThreadPoolExecutor(1, thread_name_prefix="ray")
+        self._ray_thread = RayThread()
         self._membership: MembershipServer | None = None
         self._pools: WorkerPools | None = None
         self._router: RouterServer | None = None
@@ -72,21 +75,14 @@ class ClusterController:
             PdserveError: something cannot be started within its bound; says what and why.
         """
         config = self.config
+        _check_port(config.router.host, config.router.grpc_port)
         self._report(f"resolving model {config.model}")
         path, name = await _resolve(config.model, self._report)
         self.served_name = config.served_name or name
         started = time.monotonic()
         address = ray_address(config)
         self._report("starting a local Ray" if address == "local" else f"joining Ray at {address}")
-        opening = asyncio.get_running_loop().run_in_executor(
-            self._ray_thread, lambda: RaySession.open(config, log_to_driver=self._log_to_driver)
-        )
-        try:
-            session = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            self._session = await opening  # cannot be interrupted; `stop` must find it
-            raise
-        self._session = session
+        session = self._session = await self._open_ray(started)
         self._on_ray()
         self._report(f"Ray is up ({time.monotonic() - started:.1f} s)")
         host = self._internal_host(session)
@@ -99,7 +95,7 @@ class ClusterController:
             host=host,
             cores=sorted(os.sched_getaffinity(0)) if session.one_node else None,
         )
-        self._pools = WorkerPools(configs, config, session, self._report)
+        self._pools = WorkerPools(configs, config, session, self._report, self._registered)
         await self._pools.start(config.start_timeout_s)
         router = RouterServer(
             config.router_config(model_path=path, served_name=name, controller=self._membership.address)
@@ -108,6 +104,24 @@ class ClusterController:
         await router.start()
         self.address = router.address
         await self._wait_connected(len(configs))
+
+    def _registered(self, worker_id: str) -> bool:
+        return any(member.worker.worker_id == worker_id for member in self.members().members)
+
+    async def _open_ray(self, started: float) -> RaySession:
+        opening = asyncio.wrap_future(
+            self._ray_thread.call(lambda: RaySession.open(self.config, log_to_driver=self._log_to_driver))
+        )
+        try:
+            while not (await asyncio.wait({opening}, timeout=_SIGN_OF_LIFE_S))[0]:
+                self._report(f"waiting for Ray ({time.monotonic() - started:.0f} s)")
+        except asyncio.CancelledError:
+            # It cannot be interrupted, and `stop` must find it; but a Ray that does not answer is left behind.
+            await asyncio.wait({opening}, timeout=_LEAVE_RAY_S)
+            if opening.done() and opening.exception() is None:
+                self._session = opening.result()
+            raise
+        return opening.result()
 
     def members(self) -> membership_pb2.MemberList:
         """The workers that are registered now."""
@@ -146,10 +160,8 @@ class ClusterController:
             await _attempt("the membership service", self._membership.stop(), 5.0)
             self._membership = None
         if self._session is not None:
-            closing = asyncio.get_running_loop().run_in_executor(self._ray_thread, self._session.close)
-            await _attempt("Ray", closing, 30.0)
+            await _attempt("Ray", asyncio.wrap_future(self._ray_thread.call(self._session.close)), 30.0)
             self._session = None
-        self._ray_thread.shutdown(wait=False)
 
     def _internal_host(self, session: RaySession) -> str:
         host = self.config.ray.worker_host
@@ -211,6 +223,27 @@ async def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str
         if waiting.done():
             waiting.exception()  # the cancellation is what the caller hears of
         raise
+
+
+def _check_port(host: str, port: int) -> None:
+    """Find out now, not when the workers have loaded their model, whether the router can listen there.
+
+    Raises:
+        ConfigError: it cannot; says why.
+    """
+    if port == 0:
+        return
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            "router.grpc_port",
+            f"{host}:{port}",
+            f"an address that is free ({error.strerror or error}); --grpc-port takes another port, 0 finds one",
+        ) from error
 
 
 def _reachable(address: str) -> str:

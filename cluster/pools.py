@@ -26,6 +26,8 @@ _WATCH_S = 10.0  # one call of the death watch
 _STOP_S = 20.0  # a worker's own stop, and the end of its process
 _RESTART_S = 120.0  # Ray's restart of one worker, model loading included
 _FIRST_BACKOFF_S = 1.0
+_LOOK_S = 1.0  # between looks at the member list
+_HUNG_AFTER = 4  # times `dead_after_s`, off the member list with a live process: long enough for a stall to pass
 _MAX_BACKOFF_S = 30.0
 
 
@@ -70,9 +72,8 @@ class WorkerActor:
                 max_restarts=-1,
             ).remote(self.config, self._cluster.model, use_node_address)
         except ValueError as error:
-            raise ConfigError(
-                "name", self._cluster.name, f"a name that no cluster in this Ray has yet ({error})"
-            ) from error
+            problem = "a name that no cluster in this Ray has yet; --set name=... gives this one another"
+            raise ConfigError("name", self._cluster.name, problem) from error
 
     async def ready(self, timeout_s: float) -> HostedInfo:
         """Wait until the worker serves and is registered.
@@ -103,6 +104,11 @@ class WorkerActor:
                 await _result(self._handle.wait_end.remote(_WATCH_S))
             except RayError as error:
                 return _cause(error)
+
+    def kill(self, *, restart: bool) -> None:
+        """End the worker's process now; Ray starts it again if told so."""
+        if self._handle is not None:
+            ray.kill(self._handle, no_restart=not restart)
 
     async def drain(self, timeout_s: float) -> bool:
         """Let the worker finish what it has; False if it did not within `timeout_s` or is dead."""
@@ -139,6 +145,7 @@ class WorkerPools:
 
     Args:
         report: told, in one line each, what a person at the terminal wants to know.
+        registered: whether the worker of this id is among the members now.
     """
 
     def __init__(
@@ -147,7 +154,9 @@ class WorkerPools:
         cluster: ClusterConfig,
         session: RaySession,
         report: Callable[[str], None],
+        registered: Callable[[str], bool],
     ) -> None:
+        self._registered = registered
         self.workers = [WorkerActor(config, cluster, session) for config in configs]
         self._cluster = cluster
         self._session = session
@@ -186,11 +195,18 @@ class WorkerPools:
     async def drain(self, timeout_s: float) -> bool:
         """Let every worker finish what it has, all at once. Deaths are no longer mended from here on."""
         await self._end_keepers()
-        drained = await asyncio.gather(*(worker.drain(timeout_s) for worker in self.workers))
-        for worker, done in zip(self.workers, drained, strict=True):
-            if not done:
-                self._report(f"{worker.worker_id} still held work after {timeout_s:.1f} s")
+        drained = await asyncio.gather(*(self._drain(worker, timeout_s) for worker in self.workers))
         return all(drained)
+
+    async def _drain(self, worker: WorkerActor, timeout_s: float) -> bool:
+        if not self._registered(worker.worker_id):
+            # Dead, or hung: its sessions have ended and its requests are elsewhere. There is nothing to wait for.
+            worker.kill(restart=False)
+            return True
+        if await worker.drain(timeout_s):
+            return True
+        self._report(f"{worker.worker_id} still held work after {timeout_s:.1f} s")
+        return False
 
     async def stop(self) -> None:
         """End every worker. Idempotent."""
@@ -206,7 +222,7 @@ class WorkerPools:
     async def _keep(self, worker: WorkerActor) -> None:
         """Report a worker's deaths and returns; replace an actor that Ray has given up."""
         while True:
-            problem = await worker.watch()
+            problem = await self._until_lost(worker)
             logger.info("%s: %s", worker.worker_id, problem)
             self._report(f"{worker.worker_id} has died; Ray starts it again")
             backoff, given_up = _FIRST_BACKOFF_S, False
@@ -224,6 +240,26 @@ class WorkerPools:
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, _MAX_BACKOFF_S)
             self._report(f"{worker.worker_id} is back at {info.address} (pid {info.pid})")
+
+    async def _until_lost(self, worker: WorkerActor) -> str:
+        """Wait for the worker's process to die; returns why. One that has long been silent is made to."""
+        hung_after_s = _HUNG_AFTER * self._cluster.dead_after_s
+        watching = asyncio.ensure_future(worker.watch())
+        silent_since: float | None = None
+        try:
+            while not (await asyncio.wait({watching}, timeout=_LOOK_S))[0]:
+                now = time.monotonic()
+                if self._registered(worker.worker_id):
+                    silent_since = None
+                elif silent_since is None:
+                    silent_since = now
+                elif now - silent_since >= hung_after_s:
+                    self._report(f"{worker.worker_id} has been silent for {hung_after_s:g} s and is killed")
+                    worker.kill(restart=True)
+                    silent_since = None
+        finally:
+            watching.cancel()
+        return watching.result()
 
     def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
         if keeper.cancelled():

@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
+import queue
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 import ray
 
 from cluster.config import ClusterConfig
+from cluster.ray_environment import ray_address
 from pdcore.errors import PdserveError
 from pdcore.types import Role
 
+T = TypeVar("T")
+
 _OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
+_PROBE_S = 5.0
 
 
-def ray_address(config: ClusterConfig) -> str:
-    """Where Ray is: as configured, else that of the job that this process belongs to, else one of our own."""
-    return config.ray.address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+class RayThread:
+    """The one thread that starts, joins and ends Ray.
+
+    Ray asks the kernel to end its processes with the thread that started them, so that thread must stay. It is a
+    daemon, so that a Ray that does not answer cannot keep this process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ray", daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function` on the thread."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                future.set_exception(error)
+
+        future.set_running_or_notify_cancel()
+        self._calls.put(work)
+        return future
+
+    def _run(self) -> None:
+        while True:
+            self._calls.get()()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +69,14 @@ class RaySession:
         one_node: every worker will run on this machine.
         node_address: this machine's address, for the other nodes.
         resources: what all nodes together offer, by name.
+        folder: of our own Ray's logs and sockets; None if it is not ours.
     """
 
     owned: bool
     one_node: bool
     node_address: str
     resources: dict[str, float]
+    folder: Path | None
 
     @classmethod
     def open(cls, config: ClusterConfig, *, log_to_driver: bool) -> RaySession:
@@ -45,14 +87,12 @@ class RaySession:
         """
         address = ray_address(config)
         owned = address == "local"
-        if owned:
-            # A Ray for this process alone: nobody to tell about it, and nobody else to let in.
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-            # By default Ray lets everything else on the machine go before its workers. These are why it is here.
-            os.environ.setdefault("RAY_worker_niceness", "0")
+        folder = Path(tempfile.mkdtemp(prefix="pdserve-ray-")) if owned else None
         try:
             if owned:
+                # Its processes inherit this mask: a SIGTERM for our whole process group must not end them before we
+                # have drained. Ray ends those that do not listen by SIGKILL.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
                 ray.init(
                     address="local",
                     namespace=config.name,
@@ -61,27 +101,44 @@ class RaySession:
                     resources={role.value: config.pool(role).workers for role in Role if config.pool(role).workers},
                     logging_level=logging.ERROR,
                     log_to_driver=log_to_driver,
+                    _temp_dir=str(folder),
                 )
             else:
+                _probe(address)
                 ray.init(
                     address=address,
                     namespace=config.name,
                     logging_level=logging.ERROR,
                     log_to_driver=log_to_driver,
                 )
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except Exception as error:
             hint = (
-                "is a Ray cluster running there? `ray start --head` starts one" if not owned else "see the log above"
+                f"Ray's logs are in {folder}; a busy machine may need a second try"
+                if owned
+                else "is a Ray cluster running there? `ray start --head` starts one"
             )
-            raise PdserveError(f"no Ray at {address!r}: {error} ({hint})") from error
+            what = "cannot start a local Ray" if owned else f"no Ray at {address!r}"
+            with contextlib.suppress(Exception):
+                ray.shutdown()  # what has started of it
+            raise PdserveError(f"{what}: {error} ({hint})") from error
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return cls(
             owned=owned,
             one_node=len(nodes) == 1,
             node_address=ray.util.get_node_ip_address(),
             resources=ray.cluster_resources(),
+            folder=folder,
         )
 
     def close(self) -> None:
-        """Leave Ray; ends it, and every process of it, if we started it."""
+        """Leave Ray; ends it, and every process and file of it, if we started it."""
         ray.shutdown()
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _probe(address: str) -> None:
+    """Raises OSError if nothing listens at a ``HOST:PORT``: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()

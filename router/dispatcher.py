@@ -24,7 +24,7 @@ from protos.convert import spec_to_proto, stats_from_proto
 from router import tracker as effects_of
 from router.active import ActiveRequest, Counters, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
-from router.policy import NoRoute, Route, RouteRequest, WorkerSnapshot, choose
+from router.policy import Mode, NoRoute, Route, RouteRequest, WorkerSnapshot, choose
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import Effect, FailureKind, RequestState, RequestTracker
@@ -34,12 +34,12 @@ from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-NO_ROUTE_GRACE_S = 10.0
-"""How long waiting requests survive without any worker that could take them: a restart takes a few seconds."""
 MIN_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
 PUMP_INTERVAL_S = 0.001
 RECENT_IDS = 4096
+
+_MOSTLY_HELD = "the decode worker holds nearly all of the prompt"
 
 _FINISH = {
     worker_pb2.TOKEN_FINISH_UNSPECIFIED: None,
@@ -97,7 +97,6 @@ class Dispatcher:
         *,
         incarnation: str,
         on_change: Callable[[], None],
-        no_route_grace_s: float = NO_ROUTE_GRACE_S,
     ) -> None:
         self.pool = WorkerPool(config, incarnation, self, clock, self._workers_changed)
         self.counters = Counters()
@@ -105,7 +104,7 @@ class Dispatcher:
         self._config = config
         self._clock = clock
         self._on_change = on_change
-        self._no_route_grace_s = no_route_grace_s
+        self._no_route_grace_s = config.worker_wait_s
         self._queue = AdmissionQueue(config.max_queue)
         self._active: dict[str, ActiveRequest] = {}
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
@@ -161,6 +160,8 @@ class Dispatcher:
             sink=stream,
             now=now,
             last_attempt=self._last_attempts.get(request.request_id, 0),
+            kv_codec=request.kv_codec or getattr(self._config.kv_codec_by_class, request.priority.name.lower()),
+            cache_salt=request.cache_salt,
         )
         active = ActiveRequest(tracker, stream, admitted.entry)
         if deadline is not None:
@@ -253,6 +254,12 @@ class Dispatcher:
 
     def _on_reserve(self, active: ActiveRequest, worker_id: str, reply: worker_pb2.ReserveReply) -> None:
         if reply.WhichOneof("result") == "granted":
+            if reply.granted.run_here:
+                declined = active.tracker.reserve_declined(worker_id, reply.attempt)
+                if declined is not None:
+                    self.perform(active, declined)
+                    self._start(active, Route(Mode.LOCAL, worker_id, None, _MOSTLY_HELD), self._clock.now())
+                    return
             self.perform(active, active.tracker.reserve_granted(worker_id, reply.attempt), reply.granted)
             return
         kind = _failure_kind(reply.refused)
@@ -543,8 +550,9 @@ class Dispatcher:
 
     def _give_up_waiting(self) -> None:
         """No worker could take a request for the whole grace."""
+        problem = f"no decode or aggregated worker has been connected for {self._no_route_grace_s:g} s"
         for request_id in self._queue.waiting():
-            self._abandon(self._active[request_id], Unavailable("no decode or aggregated worker is connected"))
+            self._abandon(self._active[request_id], Unavailable(problem))
         self._arm_give_up()
 
 

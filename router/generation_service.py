@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
@@ -43,16 +44,19 @@ def _with_status(handler: Handler) -> Handler:
 
     @wraps(handler)
     async def wrapper(self: GenerationService, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        failure: RequestError
         try:
             return await handler(self, request, context)
         except RequestError as error:
-            await abort(context, error)
+            failure = error
         except grpc.aio.AbortError:
             raise
         except Exception:
             request_id = getattr(request, "request_id", "")[:128]
             logger.exception("internal error in a call, request %s", request_id, extra={"request_id": request_id})
-            await abort(context, InternalError("internal error"))
+            failure = InternalError(f"internal error, request {request_id}" if request_id else "internal error")
+        with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call is over, and nobody there to be told
+            await abort(context, failure)
 
     return wrapper  # type: ignore[return-value]
 

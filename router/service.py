@@ -17,8 +17,9 @@ from pdcore.errors import ConfigError
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admin_service import AdminService
 from router.channels import public_server_options
-from router.dispatcher import NO_ROUTE_GRACE_S, Dispatcher
+from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
+from router.malformed import RefuseMalformed
 from router.membership import MembershipWatcher
 from router.tokenizer import TextModel
 
@@ -46,7 +47,6 @@ class RouterServer:
         config: RouterConfig,
         *,
         clock: Clock | None = None,
-        no_route_grace_s: float = NO_ROUTE_GRACE_S,
     ) -> None:
         self.config = config
         self.address = ""
@@ -60,7 +60,6 @@ class RouterServer:
             self._clock,
             incarnation=self.incarnation,
             on_change=self._changed.set,
-            no_route_grace_s=no_route_grace_s,
         )
         self._watcher = MembershipWatcher(
             config.controller,
@@ -82,7 +81,9 @@ class RouterServer:
         config = self.config
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
         generation = GenerationService(config, self._dispatcher, self._text_model, self._clock)
-        server = grpc.aio.server(options=public_server_options(config.max_message_bytes))
+        server = grpc.aio.server(
+            interceptors=(RefuseMalformed(),), options=public_server_options(config.max_message_bytes)
+        )
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(config, self._dispatcher, self._clock), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

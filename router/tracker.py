@@ -177,6 +177,7 @@ class RequestTracker:
         last_attempt: the first attempt gets the next number. Another request may have used the same id before, and
             a worker may still be letting go of it: numbers that go on keep the two apart.
         sink: gets the delivered tokens. now: time of arrival. All times are seconds on one monotonic clock.
+        kv_codec, cache_salt: see `RequestSpec`.
     """
 
     def __init__(
@@ -190,6 +191,8 @@ class RequestTracker:
         sink: TokenSink,
         now: float,
         last_attempt: int = 0,
+        kv_codec: str = "",
+        cache_salt: str = "",
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -201,6 +204,8 @@ class RequestTracker:
         self.outcome: Outcome | None = None
         self._token_window = token_window
         self._max_replays = max_replays
+        self._kv_codec = kv_codec
+        self._cache_salt = cache_salt
         self._sink = sink
         self._taken = 0
         # Of the current attempt: who holds something (False: only planned there), and who does what.
@@ -256,6 +261,18 @@ class RequestTracker:
         self._holders[self._prefill] = True
         self.state = RequestState.PREFILLING
         return [SendPrefill(self._prefill, self._spec())]
+
+    def reserve_declined(self, worker_id: str, attempt: int) -> Sequence[Effect] | None:
+        """The decode worker holds nearly all of the prompt and would rather run the request itself.
+
+        Returns what ends this attempt; the caller dispatches the next one there at once. None if this attempt is not
+        waiting for that worker's answer.
+        """
+        if self.state is not RequestState.RESERVING or not self._is_current(worker_id, attempt):
+            return None
+        effects = self._release_all(None, "run on the decode worker")
+        self.state = RequestState.QUEUED
+        return effects
 
     def reserve_refused(
         self, worker_id: str, attempt: int, kind: FailureKind, message: str, now: float
@@ -385,7 +402,15 @@ class RequestTracker:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _spec(self) -> RequestSpec:
-        return RequestSpec(self.key, self.prompt, self.params, tuple(self.delivered), self._token_window)
+        return RequestSpec(
+            self.key,
+            self.prompt,
+            self.params,
+            tuple(self.delivered),
+            self._token_window,
+            cache_salt=self._cache_salt,
+            kv_codec=self._kv_codec,
+        )
 
     def _is_current(self, worker_id: str, attempt: int) -> bool:
         return attempt == self.attempt and self._holders.get(worker_id, False)

@@ -13,6 +13,7 @@ from rich.console import Console
 from cluster.cli.client import EXIT_FAILED, EXIT_INTERRUPTED, fail
 from cluster.cli.settings import read_settings
 from cluster.config import ClusterConfig
+from cluster.ray_environment import prepare_environment
 from cluster.timeline import Answer
 from pdcore.errors import PdserveError
 
@@ -44,6 +45,8 @@ def demo(
         "ray.address": "local",
         # The demonstration shows the way of a request, not of a failure: a slow machine is no dead worker.
         "dead_after_s": 20.0,
+        # Nor of a link that is faster than any compression: between processes of one machine auto takes raw.
+        "transfer.codec": "zstd" if dtype == "float32" else "bexp-zstd",
     }
     settings = read_settings(None, flags)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -65,17 +68,19 @@ def demo(
             write_json(json_file, answers)
         except OSError as error:
             raise fail(f"cannot write {json_file}: {error}", EXIT_FAILED) from error
-        console.print(f"written to {json_file}", highlight=False)
+        console.print(f"written to {json_file}", highlight=False, soft_wrap=True)
+    console.print('next: `pdserve serve`, and from another terminal `pdserve generate --chat "..."`', highlight=False)
 
 
 async def _demo(settings: ClusterConfig, console: Console) -> list[Answer]:
+    prepare_environment(settings)
     from cluster.cli.signals import Signals
     from cluster.controller import ClusterController  # Ray comes with it, which --help does not need
     from cluster.demo import demo_rounds, run_requests
     from cluster.demo_view import make_view
 
     def say(line: str) -> None:
-        console.print(line, style="dim", markup=False, highlight=False)
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     signals = Signals()
     controller = ClusterController(settings, say, log_to_driver=False, on_ray=signals.listen)

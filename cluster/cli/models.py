@@ -29,9 +29,13 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         print(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2, default=str))
         return
     table = Table()
-    for name in ("model", "state", "size", "source", "folder"):
+    for name in ("model", "state", "size", "source"):
         table.add_column(name, overflow="fold", justify="right" if name == "size" else "left")
     for entry in entries:
         size = f"{entry.size_bytes / 1e6:,.0f} MB" if entry.size_bytes else "-"
-        table.add_row(entry.name, entry.state, size, entry.source, str(entry.path or "-"))
-    Console().print(table)
+        table.add_row(entry.name, entry.state, size, entry.source)
+    console = Console()
+    console.print(table)
+    for entry in entries:
+        if entry.path:
+            console.print(f"{entry.name}: {entry.path}", soft_wrap=True, highlight=False)  # whole, to be copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,18 +14,28 @@ from cluster.cli.settings import read_settings
 from cluster.cli.signals import Signals
 from cluster.config import ClusterConfig
 from cluster.config_file import to_yaml
+from cluster.ray_environment import prepare_environment
 from pdcore.errors import ConfigError, PdserveError
+
+_DEFAULTS = ClusterConfig()
+
+
+def _option(text: str, default: object) -> Any:
+    """A flag that is not set unless given: it would win over the configuration file."""
+    return typer.Option(help=f"{text}; default {default}, or the configuration's.")
 
 
 def serve(
     *,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers.")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers.")] = None,
-    aggregated: Annotated[int | None, typer.Option(help="Workers that do both phases.")] = None,
-    model: Annotated[str | None, typer.Option(help="Short name, model folder, GGUF file or hub id.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address that the router listens on.")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="Port of the router; 0 picks a free one.")] = None,
+    prefill: Annotated[int | None, _option("Prefill workers", _DEFAULTS.prefill.workers)] = None,
+    decode: Annotated[int | None, _option("Decode workers", _DEFAULTS.decode.workers)] = None,
+    aggregated: Annotated[int | None, _option("Workers that do both phases", _DEFAULTS.aggregated.workers)] = None,
+    model: Annotated[str | None, _option("Short name, model folder, GGUF file or hub id", _DEFAULTS.model)] = None,
+    dtype: Annotated[str | None, _option("float32, bfloat16 or float16", _DEFAULTS.dtype)] = None,
+    host: Annotated[str | None, _option("Address that the router listens on", _DEFAULTS.router.host)] = None,
+    grpc_port: Annotated[
+        int | None, _option("Port of the router; 0 picks a free one", _DEFAULTS.router.grpc_port)
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -37,7 +47,13 @@ def serve(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key; may be repeated.")
     ] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the configuration and end.")] = False,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print the configuration and end; `pdserve config --explain` says what each key does.",
+        ),
+    ] = False,
 ) -> None:
     """Start a cluster and serve until SIGTERM or Ctrl-C, then drain.
 
@@ -48,18 +64,13 @@ def serve(
 
     As a job on a running Ray cluster, set RAY_JOB_STOP_WAIT_TIME_S in the job's runtime environment to more than
     drain_timeout_s, or Ray kills the job 3 s after `ray job stop`, drained or not. The job's `python` is the one on
-    PATH when `ray start` ran: activate the virtual environment first.
+    PATH when `ray start` ran: activate the virtual environment first. The README has the whole command.
 
     Examples:
 
       pdserve serve --prefill 1 --decode 2 --grpc-port 50051
 
       pdserve serve --config cluster.yaml --set router.max_queue=64
-
-      ray start --head
-
-      ray job submit --working-dir . --runtime-env-json '{"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}}'
-      -- python -m cluster serve --prefill 1 --decode 1
     """
     if aggregated and prefill is None and decode is None and config is None:
         prefill = decode = 0  # --aggregated alone asks for a cluster of nothing else
@@ -91,6 +102,7 @@ def serve(
 
 
 async def _serve(settings: ClusterConfig) -> int:
+    prepare_environment(settings)
     from cluster.controller import ClusterController  # Ray comes with it, which --help does not need
 
     asked = Signals()

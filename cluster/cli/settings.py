@@ -9,7 +9,7 @@ import yaml
 
 from cluster.cli.client import EXIT_USAGE, fail
 from cluster.config import ClusterConfig
-from cluster.config_file import load_config
+from cluster.config_file import YAML_ERRORS, load_config
 from pdcore.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def read_settings(config: Path | None, flags: Mapping[str, object], assignments:
                 raise ConfigError("--set", assignment, "KEY=VALUE, e.g. router.max_queue=64")
             try:
                 overrides[key] = yaml.safe_load(text)
-            except yaml.YAMLError as error:
+            except YAML_ERRORS as error:
                 raise ConfigError(f"--set {key}", text, "a value in YAML") from error
         return load_config(config, overrides)
     except ConfigError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from engine.model_store import resolve_model
 from tests.support.serve_process import ServeProcess
 from tests.support.tiny_gguf import write_tiny_gguf
+from tests.support.tiny_model import tiny_llama
 
 
 def test_sigterm_ends_serve_while_another_process_converts_the_model(
@@ -30,4 +32,51 @@ def test_sigterm_ends_serve_while_another_process_converts_the_model(
             serve.stop()
     assert "interrupted before the cluster was ready" in serve.output
     assert "Ray" not in serve.output
+    assert "Traceback" not in serve.output
+
+
+def test_a_taken_port_is_named_before_anything_is_started() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        serve = ServeProcess("--grpc-port", str(port), "--ray-address", "local")
+        try:
+            assert serve.wait(60.0) == 2
+        finally:
+            serve.stop()
+    assert f"127.0.0.1:{port}" in serve.output
+    assert "in use" in serve.output
+    assert "Ray" not in serve.output
+    assert "Traceback" not in serve.output
+
+
+def test_an_address_without_a_ray_is_named_at_once(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "tiny")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        serve = ServeProcess("--model", str(model), "--grpc-port", "0", "--ray-address", address)
+        try:
+            assert serve.wait(60.0) == 1
+        finally:
+            serve.stop()
+    assert f"no Ray at '{address}'" in serve.output
+    assert "Traceback" not in serve.output
+
+
+def test_a_ray_that_does_not_answer_cannot_keep_serve_from_ending(tmp_path: Path) -> None:
+    model = tiny_llama(tmp_path / "tiny")
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()  # connections are taken by the kernel, and nobody ever says a word
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        serve = ServeProcess("--model", str(model), "--grpc-port", "0", "--ray-address", address)
+        try:
+            serve.wait_for("joining Ray", 60)
+            serve.wait_for("waiting for Ray", 30)
+            serve.signal(signal.SIGTERM)
+            assert serve.wait(50.0) == 130
+        finally:
+            serve.stop()
     assert "Traceback" not in serve.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -26,7 +26,10 @@ class ScriptedWorker:
     def __init__(self, ready: Sequence[Exception | None], create: Sequence[Exception | None]) -> None:
         self._ready, self._create = list(ready), list(create)
         self._died = False
+        self.dies = True
         self.stops = 0
+        self.kills: list[bool] = []
+        self.killed = asyncio.Event()
 
     def create(self) -> None:
         error = self._create.pop(0)
@@ -40,16 +43,27 @@ class ScriptedWorker:
         return HostedInfo(self.worker_id, "incarnation", "127.0.0.1:1", 17)
 
     async def watch(self) -> str:
-        if self._died:
-            await asyncio.Event().wait()
+        if self._died or not self.dies:
+            await self.killed.wait()
+            self.killed.clear()
         self._died = True
         return "killed"
+
+    def kill(self, *, restart: bool) -> None:
+        self.kills.append(restart)
+        self.killed.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        await asyncio.sleep(timeout_s)  # nobody answers
+        return False
 
     async def stop(self) -> None:
         self.stops += 1
 
 
-async def kept(worker: ScriptedWorker, last: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+async def kept(
+    worker: ScriptedWorker, last: str, monkeypatch: pytest.MonkeyPatch, registered: Callable[[str], bool] = bool
+) -> list[str]:
     """Start the worker, let it die, and return what is reported, up to the line with `last` in it."""
     monkeypatch.setattr(pools, "_FIRST_BACKOFF_S", 0.01)
     config = ClusterConfig()
@@ -61,7 +75,7 @@ async def kept(worker: ScriptedWorker, last: str, monkeypatch: pytest.MonkeyPatc
         if last in line:
             seen.set()
 
-    cluster = WorkerPools([], config, RaySession(True, True, "127.0.0.1", {}), report)
+    cluster = WorkerPools([], config, RaySession(True, True, "127.0.0.1", {}, None), report, registered)
     cluster.workers = [worker]  # type: ignore[list-item]
     await cluster.start(10.0)
     try:
@@ -93,6 +107,29 @@ async def test_failed_keeper_is_reported(monkeypatch: pytest.MonkeyPatch) -> Non
     lines = await kept(worker, "watched no longer", monkeypatch)
     assert "decode-0" in lines[-1]
     assert "a bug" in lines[-1]
+
+
+async def test_a_worker_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "_LOOK_S", 0.01)
+    monkeypatch.setattr(pools, "_HUNG_AFTER", 0.01)
+    worker = ScriptedWorker(ready=[None, None], create=[None])
+    worker.dies = False
+    lines = await kept(worker, "is back", monkeypatch, registered=lambda _: bool(worker.kills))
+    assert worker.kills == [True]
+    assert "decode-0 has been silent" in lines[-3]
+
+
+async def test_a_drain_does_not_wait_for_a_worker_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ScriptedWorker(ready=[None], create=[None])
+    worker.dies = False
+    session = RaySession(True, True, "127.0.0.1", {}, None)
+    cluster = WorkerPools([], ClusterConfig(), session, lambda line: None, lambda worker_id: False)
+    cluster.workers = [worker]  # type: ignore[list-item]
+    await cluster.start(10.0)
+    async with asyncio.timeout(5.0):
+        assert await cluster.drain(30.0), "its requests are elsewhere"
+    assert worker.kills == [False]
+    await cluster.stop()
 
 
 @pytest.mark.parametrize("shell", [PrefillActor, DecodeActor])

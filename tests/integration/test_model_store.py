@@ -345,3 +345,27 @@ def test_sharded_folder_loads_like_a_single_file(tmp_path: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelError, match="model-00002-of-00002"):
         load_runner(EngineConfig(str(sharded), "t"))
+
+
+def test_a_full_disk_is_named(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on the size of files stands for the disk: the conversion meets it where it would meet a full one."""
+    script = (
+        "import resource, sys, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+        "from engine.model_store import resolve_model\n"
+        "from pdcore.errors import ModelError\n"
+        "try: resolve_model(sys.argv[1])\n"
+        "except ModelError as error: print('REFUSED', error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tiny_gguf)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        timeout=100,
+        check=False,
+    )
+    assert "REFUSED cannot write the converted" in done.stdout, done.stdout + done.stderr
+    assert str(tmp_path) in done.stdout
+    assert not list(tmp_path.rglob("model.safetensors"))

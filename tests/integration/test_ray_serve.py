@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,10 +54,29 @@ def finish(process: subprocess.Popen[str]) -> str:
     return out
 
 
+FIXED = ("--temperature", "0", "--ignore-eos", "--json", "--max-tokens")
+
+
 def generate(address: str, tokens: int) -> dict[str, object]:
-    arguments = ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens), "--json"]
-    data: dict[str, object] = json.loads(finish(client("generate", "The tide", "--address", address, *arguments)))
+    command = client("generate", "The tide", "--address", address, *FIXED, str(tokens))
+    data: dict[str, object] = json.loads(finish(command))
     return data
+
+
+def listening(family: list[psutil.Process]) -> set[str]:
+    """Addresses on which these processes take connections."""
+    return {
+        connection.laddr.ip
+        for process in family
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+
+
+def ray_folders(family: list[psutil.Process]) -> set[Path]:
+    """Where Ray keeps its logs and sockets, as its own processes have been told."""
+    words = " ".join(word for process in family for word in process.cmdline())
+    return {Path(tempfile.gettempdir(), name) for name in re.findall(r"pdserve-ray-\w+", words)}
 
 
 def status(address: str) -> admin_pb2.GetStatusReply:
@@ -81,7 +102,13 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     assert len(pids) == 2
     assert pids <= {process.pid for process in served.family()}
 
-    # Ray starts a dead one again under its name, and it joins the cluster again.
+    # Nobody outside this machine is to reach a Ray of our own: it lets everybody in.
+    assert all(host.removeprefix("::ffff:").startswith("127.") for host in listening(served.family()))
+
+    # Ray starts a dead one again under its name, and it joins the cluster again; what it was doing goes on there.
+    whole = generate(address, 400)
+    cut = client("generate", "The tide", "--address", address, *FIXED, "400")
+    eventually(lambda: workers(address)["decode-0"].load.running, 30, "the request to decode")
     os.kill(before["decode-0"].worker.pid, signal.SIGKILL)
     served.wait_for(r"decode-0 has died", 30)
     served.wait_for(r"decode-0 is back", 60)
@@ -90,11 +117,14 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     after = workers(address)
     assert after["decode-0"].worker.incarnation != before["decode-0"].worker.incarnation
     assert after["prefill-0"].worker.incarnation == before["prefill-0"].worker.incarnation
+    assert json.loads(finish(cut))["token_ids"] == whole["token_ids"]
     again = generate(address, 20)
     assert again["token_ids"] == first["token_ids"]
 
     # What runs at SIGTERM may finish; nothing new is taken; nothing is left behind.
     family = served.family()
+    folders = ray_folders(family)
+    assert folders
     running = client(
         "generate", "The tide", "--address", address, "--ignore-eos", "--max-tokens", "1200", "--json",
         "--request-id", "last",
@@ -110,3 +140,4 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     assert served.output.rstrip().endswith("stopped")
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+    assert not [folder for folder in folders if folder.exists()]

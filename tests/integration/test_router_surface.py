@@ -99,6 +99,21 @@ async def test_too_large_a_message_is_refused_by_grpc(model: Path) -> None:
         assert (await cluster.client.complete([1], Sampling(max_tokens=2))).finish_reason == "length"
 
 
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_what_is_no_message_is_the_client_s_mistake(
+    model: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with NullCluster(model, pair()) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        name = f"/pdserve.v1.Generation/{method}"
+        call = (channel.unary_stream if method == "Generate" else channel.unary_unary)(name)
+        for junk in (b"\xff\xff\xff\xff", b"\x0a\x05ab", b"\x1a\x02\xff\xfe"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (call(junk).read() if method == "Generate" else call(junk))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (await cluster.client.complete([1], Sampling(max_tokens=2))).finish_reason == "length"
+    assert "Traceback" not in caplog.text
+
+
 async def test_a_bug_is_told_without_details(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with NullCluster(model, pair()) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)

@@ -30,13 +30,10 @@ class NullCluster:
         model_path: folder with a tokenizer. options: of RouterConfig.
     """
 
-    def __init__(
-        self, model_path: Path, workers: list[NullWorker], *, no_route_grace_s: float = 10.0, **options: object
-    ) -> None:
+    def __init__(self, model_path: Path, workers: list[NullWorker], **options: object) -> None:
         self.workers = {worker.worker_id: worker for worker in workers}
         self.membership = StaticMembership()
         self._model_path = model_path
-        self._no_route_grace_s = no_route_grace_s
         self._options: dict[str, object] = {"heartbeat_s": 0.1, "dead_after_s": 3.0, "grpc_port": 0, **options}
 
     async def __aenter__(self) -> NullCluster:
@@ -51,7 +48,7 @@ class NullCluster:
             controller=self.membership.address,
             **self._options,  # type: ignore[arg-type]
         )
-        self.router = RouterServer(config, no_route_grace_s=self._no_route_grace_s)
+        self.router = RouterServer(config)
         await self.router.start()
         self.client = AsyncClient(self.router.address)
         await self.connected()

@@ -319,6 +319,21 @@ def test_an_echo_that_the_client_took_before_is_credited_at_once() -> None:
     assert SendCredit("d0", tracker.key, 1) in token(tracker, "d0", 0, 50)
 
 
+def test_a_worker_that_holds_nearly_all_of_the_prompt_runs_it_itself() -> None:
+    tracker = make()
+    tracker.dispatch(DISAGGREGATED, 1.0)
+    assert tracker.reserve_declined("d1", tracker.attempt) is None, "somebody else's answer"
+    effects = tracker.reserve_declined("d0", tracker.attempt)
+    assert effects is not None
+    assert aborts(effects) == {"d0"}, "the ticket goes back; the prefill worker was only planned"
+    assert {effect.worker_id for effect in effects if isinstance(effect, Release)} == {"d0", "p0"}
+    (generate,) = tracker.dispatch(LOCAL, 2.0)
+    assert isinstance(generate, SendGenerate)
+    assert generate.spec.key.attempt == 2
+    assert tracker.reserve_declined("d0", 1) is None, "too late"
+    assert tracker.timeline.replays == 0
+
+
 def test_deadline_while_reserving() -> None:
     tracker = make()
     tracker.dispatch(DISAGGREGATED, 11.0)
