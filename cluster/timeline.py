@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rich.markup import escape
 from rich.table import Table
 
 from protos import generation_pb2
@@ -58,13 +59,14 @@ class Answer:
                 "codec": kv.codec,
                 "transport": kv.transport,
                 "seconds": round(kv.seconds, 6),
+                "codec_reason": kv.codec_reason,
             },
         }
 
 
 def timeline_table(answers: Sequence[Answer]) -> Table:
-    """One column per finished request, one row per stage of its life."""
-    table = Table(title="Timeline", title_justify="left")
+    """One column per finished request, one row per stage of its life; below it, why KV was packed as it was."""
+    table = Table(title="Timeline", title_justify="left", caption=_codec_reasons(answers), caption_justify="left")
     table.add_column("", style="bold", no_wrap=True)
     rows = [[label] for label in _LABELS]
     for answer in answers:
@@ -74,6 +76,16 @@ def timeline_table(answers: Sequence[Answer]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _codec_reasons(answers: Sequence[Answer]) -> str | None:
+    lines = []
+    for answer in answers:
+        assert answer.end is not None, answer.name
+        kv = answer.end.timeline.kv
+        if kv.codec_reason:
+            lines.append(escape(f"{answer.name}: KV by {kv.codec}: {kv.codec_reason}"))
+    return "\n".join(lines) or None
 
 
 _LABELS = (

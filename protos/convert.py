@@ -99,6 +99,7 @@ def ticket_to_proto(ticket: KvTicket) -> kv_pb2.Ticket:
             )
             for endpoint in ticket.endpoints
         ],
+        run_here=ticket.run_here,
     )
 
 
@@ -120,6 +121,7 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> KvTicket:
             )
             for endpoint in message.endpoints
         ),
+        run_here=message.run_here,
     )
 
 
@@ -133,6 +135,8 @@ def stats_to_proto(stats: KvTransferStats) -> kv_pb2.TransferStats:
         seconds=stats.seconds,
         frames=stats.frames,
         retries=stats.retries,
+        lossless=stats.lossless,
+        codec_reason=stats.codec_reason,
     )
 
 
@@ -146,6 +150,8 @@ def stats_from_proto(message: kv_pb2.TransferStats) -> KvTransferStats:
         seconds=message.seconds,
         frames=message.frames,
         retries=message.retries,
+        lossless=message.lossless,
+        codec_reason=message.codec_reason,
     )
 
 
@@ -165,6 +171,8 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         recomputed_tokens=load.recomputed_tokens,
         step_ms=load.step_ms,
         progress=load.progress,
+        cached_blocks=load.cached_blocks,
+        cached_tokens=load.cached_tokens,
     )
 
 
@@ -184,6 +192,8 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         recomputed_tokens=dict(message.recomputed_tokens),
         step_ms=message.step_ms,
         progress=message.progress,
+        cached_blocks=message.cached_blocks,
+        cached_tokens=message.cached_tokens,
     )
 
 
@@ -205,6 +215,8 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
             min_tokens=params.min_tokens,
         ),
         token_window=spec.token_window,
+        kv_codec=spec.kv_codec,
+        cache_salt=spec.cache_salt,
     )
 
 
@@ -232,4 +244,6 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
         ),
         delivered=tuple(message.delivered),
         token_window=message.token_window,
+        kv_codec=message.kv_codec,
+        cache_salt=message.cache_salt,
     )

@@ -227,6 +227,8 @@ class GenerateRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     PRIORITY_FIELD_NUMBER: builtins.int
+    KV_CODEC_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """at most 128 characters of [A-Za-z0-9._:-]; made by the router if empty"""
     model: builtins.str
@@ -236,6 +238,12 @@ class GenerateRequest(google.protobuf.message.Message):
     """at most 128 characters; recorded with the request"""
     priority: Global___Priority.ValueType
     """class; waiting requests are started in class order, then arrival order"""
+    kv_codec: builtins.str
+    """How the prompt's KV is packed on its way to the decode worker: a codec that the workers have, or "auto" (lossless,
+    whichever is fastest); empty: the cluster's setting for the class. Codecs that are not lossless change the output.
+    """
+    cache_salt: builtins.str
+    """at most 128 characters; cached prompts are shared among requests of equal salt only"""
     @property
     def chat(self) -> Global___Chat: ...
     @property
@@ -253,10 +261,12 @@ class GenerateRequest(google.protobuf.message.Message):
         sampling: Global___Sampling | None = ...,
         tenant: builtins.str = ...,
         priority: Global___Priority.ValueType = ...,
+        kv_codec: builtins.str = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "input", b"input", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "kv_codec", b"kv_codec", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: typing_extensions.TypeAlias = typing.Literal["prompt", "chat", "token_ids"]
     _WhichOneofArgType_input: typing_extensions.TypeAlias = typing.Literal["input", b"input"]

@@ -3,8 +3,10 @@
 isort:skip_file
 KV transfer between a prefill worker (sender, gRPC client) and a decode worker (receiver, gRPC server).
 
-One Push stream per pair of workers carries all of their transfers. A frame (kv_transfer/frames.py) is a
-self-describing byte string; KvChunk carries pieces of it, so that a frame may be larger than a message.
+One Push stream per pair of workers controls all of their transfers. A frame (kv_transfer/frames.py) is a
+self-describing byte string; KvChunk carries pieces of it, so that a frame may be larger than a message. Where the
+two ends have opened a lane (shared memory, a process group, ...), its bytes travel there, and LaneFrame announces
+them.
 """
 
 import builtins
@@ -74,7 +76,7 @@ class Endpoint(google.protobuf.message.Message):
     address: builtins.str
     """host:port"""
     transport: builtins.str
-    """"grpc" """
+    """what the stream is spoken over: "grpc"; lanes are negotiated on the stream"""
     head_start: builtins.int
     head_count: builtins.int
     def __init__(
@@ -104,6 +106,7 @@ class Ticket(google.protobuf.message.Message):
     LEASE_S_FIELD_NUMBER: builtins.int
     CODECS_FIELD_NUMBER: builtins.int
     ENDPOINTS_FIELD_NUMBER: builtins.int
+    RUN_HERE_FIELD_NUMBER: builtins.int
     ticket_id: builtins.int
     """slot in the decode worker's table; reused"""
     generation: builtins.int
@@ -115,6 +118,8 @@ class Ticket(google.protobuf.message.Message):
     """tokens that the decode worker already holds"""
     lease_s: builtins.float
     """seconds without renewal until it expires"""
+    run_here: builtins.bool
+    """the decode worker would rather be told to run the request itself than have its KV sent"""
     @property
     def codecs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """accepted, preferred first"""
@@ -132,8 +137,9 @@ class Ticket(google.protobuf.message.Message):
         lease_s: builtins.float = ...,
         codecs: collections.abc.Iterable[builtins.str] | None = ...,
         endpoints: collections.abc.Iterable[Global___Endpoint] | None = ...,
+        run_here: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["codecs", b"codecs", "endpoints", b"endpoints", "generation", b"generation", "lease_s", b"lease_s", "num_tokens", b"num_tokens", "prefix_tokens", b"prefix_tokens", "ticket_id", b"ticket_id", "worker_incarnation", b"worker_incarnation"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["codecs", b"codecs", "endpoints", b"endpoints", "generation", b"generation", "lease_s", b"lease_s", "num_tokens", b"num_tokens", "prefix_tokens", b"prefix_tokens", "run_here", b"run_here", "ticket_id", b"ticket_id", "worker_incarnation", b"worker_incarnation"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Ticket: typing_extensions.TypeAlias = Ticket
@@ -160,6 +166,101 @@ class TicketRef(google.protobuf.message.Message):
 Global___TicketRef: typing_extensions.TypeAlias = TicketRef
 
 @typing.final
+class Site(google.protobuf.message.Message):
+    """Where one end of a stream sits, as far as lanes depend on it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: builtins.int
+    PID_NAMESPACE_FIELD_NUMBER: builtins.int
+    USER_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    DEVICE_ID_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    TLS_FIELD_NUMBER: builtins.int
+    host: builtins.str
+    """names the running machine (Linux: its boot id); empty if unknown"""
+    pid_namespace: builtins.str
+    """within which process ids mean the same; empty if unknown"""
+    user: builtins.int
+    """numeric user id"""
+    device: builtins.str
+    """where the KV cache lives: "cpu" or "cuda" """
+    device_id: builtins.str
+    """names the GPU; empty on a CPU"""
+    address: builtins.str
+    """numeric address that process groups bind to; empty if there is none"""
+    tls: builtins.bool
+    """the push stream is encrypted"""
+    def __init__(
+        self,
+        *,
+        host: builtins.str = ...,
+        pid_namespace: builtins.str = ...,
+        user: builtins.int = ...,
+        device: builtins.str = ...,
+        device_id: builtins.str = ...,
+        address: builtins.str = ...,
+        tls: builtins.bool = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "device", b"device", "device_id", b"device_id", "host", b"host", "pid_namespace", b"pid_namespace", "tls", b"tls", "user", b"user"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Site: typing_extensions.TypeAlias = Site
+
+@typing.final
+class TransportOffer(google.protobuf.message.Message):
+    """What one end can do and would like."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SITE_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
+    wanted: builtins.str
+    """"auto" or one transport"""
+    @property
+    def site(self) -> Global___Site: ...
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that this end can use"""
+
+    def __init__(
+        self,
+        *,
+        site: Global___Site | None = ...,
+        wanted: builtins.str = ...,
+        transports: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["site", b"site"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["site", b"site", "transports", b"transports", "wanted", b"wanted"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TransportOffer: typing_extensions.TypeAlias = TransportOffer
+
+@typing.final
+class LeftOut(google.protobuf.message.Message):
+    """A transport that the two ends cannot use between them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    transport: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        transport: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["reason", b"reason", "transport", b"transport"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LeftOut: typing_extensions.TypeAlias = LeftOut
+
+@typing.final
 class PushHello(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -169,6 +270,7 @@ class PushHello(google.protobuf.message.Message):
     WORKER_INCARNATION_FIELD_NUMBER: builtins.int
     RECEIVER_INCARNATION_FIELD_NUMBER: builtins.int
     GEOMETRY_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     worker_id: builtins.str
@@ -179,6 +281,10 @@ class PushHello(google.protobuf.message.Message):
     """the one the tickets name"""
     @property
     def geometry(self) -> Global___Geometry: ...
+    @property
+    def transports(self) -> Global___TransportOffer:
+        """absent: frames come on the stream only"""
+
     def __init__(
         self,
         *,
@@ -188,13 +294,36 @@ class PushHello(google.protobuf.message.Message):
         worker_incarnation: builtins.str = ...,
         receiver_incarnation: builtins.str = ...,
         geometry: Global___Geometry | None = ...,
+        transports: Global___TransportOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["geometry", b"geometry"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["geometry", b"geometry", "transports", b"transports"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["geometry", b"geometry", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "receiver_incarnation", b"receiver_incarnation", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["geometry", b"geometry", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "receiver_incarnation", b"receiver_incarnation", "transports", b"transports", "worker_id", b"worker_id", "worker_incarnation", b"worker_incarnation"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PushHello: typing_extensions.TypeAlias = PushHello
+
+@typing.final
+class CodecRate(google.protobuf.message.Message):
+    """How fast the receiver decodes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODEC_FIELD_NUMBER: builtins.int
+    BYTES_S_FIELD_NUMBER: builtins.int
+    codec: builtins.str
+    bytes_s: builtins.float
+    """decoded bytes per second: checking, decoding, writing to the cache"""
+    def __init__(
+        self,
+        *,
+        codec: builtins.str = ...,
+        bytes_s: builtins.float = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes_s", b"bytes_s", "codec", b"codec"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CodecRate: typing_extensions.TypeAlias = CodecRate
 
 @typing.final
 class PushWelcome(google.protobuf.message.Message):
@@ -205,6 +334,9 @@ class PushWelcome(google.protobuf.message.Message):
     GEOMETRY_FIELD_NUMBER: builtins.int
     CODECS_FIELD_NUMBER: builtins.int
     CREDIT_BYTES_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
+    LEFT_OUT_FIELD_NUMBER: builtins.int
+    DECODE_RATES_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     worker_incarnation: builtins.str
     """of the decode worker"""
@@ -214,6 +346,16 @@ class PushWelcome(google.protobuf.message.Message):
     def geometry(self) -> Global___Geometry: ...
     @property
     def codecs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that the two ends can use, best first; the last is "grpc", the stream itself"""
+
+    @property
+    def left_out(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LeftOut]: ...
+    @property
+    def decode_rates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CodecRate]:
+        """what is known of them; acknowledgements tell more"""
+
     def __init__(
         self,
         *,
@@ -222,10 +364,13 @@ class PushWelcome(google.protobuf.message.Message):
         geometry: Global___Geometry | None = ...,
         codecs: collections.abc.Iterable[builtins.str] | None = ...,
         credit_bytes: builtins.int = ...,
+        transports: collections.abc.Iterable[builtins.str] | None = ...,
+        left_out: collections.abc.Iterable[Global___LeftOut] | None = ...,
+        decode_rates: collections.abc.Iterable[Global___CodecRate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["geometry", b"geometry"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["codecs", b"codecs", "credit_bytes", b"credit_bytes", "geometry", b"geometry", "protocol", b"protocol", "worker_incarnation", b"worker_incarnation"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["codecs", b"codecs", "credit_bytes", b"credit_bytes", "decode_rates", b"decode_rates", "geometry", b"geometry", "left_out", b"left_out", "protocol", b"protocol", "transports", b"transports", "worker_incarnation", b"worker_incarnation"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___PushWelcome: typing_extensions.TypeAlias = PushWelcome
@@ -268,6 +413,157 @@ class KvChunk(google.protobuf.message.Message):
 Global___KvChunk: typing_extensions.TypeAlias = KvChunk
 
 @typing.final
+class ShmRing(google.protobuf.message.Message):
+    """A ring in shared memory: the sender's process holds it as an open file."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PID_FIELD_NUMBER: builtins.int
+    FD_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    NONCE_FIELD_NUMBER: builtins.int
+    pid: builtins.int
+    """of the sender"""
+    fd: builtins.int
+    bytes: builtins.int
+    """of the ring; the file has a page more, before it"""
+    nonce: builtins.bytes
+    """16 bytes, found again behind the magic number of that page"""
+    def __init__(
+        self,
+        *,
+        pid: builtins.int = ...,
+        fd: builtins.int = ...,
+        bytes: builtins.int = ...,
+        nonce: builtins.bytes = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["bytes", b"bytes", "fd", b"fd", "nonce", b"nonce", "pid", b"pid"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ShmRing: typing_extensions.TypeAlias = ShmRing
+
+@typing.final
+class ProcessGroupOpening(google.protobuf.message.Message):
+    """A process group of the two ends: the receiver is rank 0."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ProcessGroupOpening: typing_extensions.TypeAlias = ProcessGroupOpening
+
+@typing.final
+class NixlWriter(google.protobuf.message.Message):
+    """The sender would write, through NIXL, into staging memory of the receiver."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___NixlWriter: typing_extensions.TypeAlias = NixlWriter
+
+@typing.final
+class LaneOpen(google.protobuf.message.Message):
+    """The sender would like to open a lane. Answered by LaneAccept or LaneDown."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: builtins.int
+    SHM_FIELD_NUMBER: builtins.int
+    COLLECTIVE_FIELD_NUMBER: builtins.int
+    NIXL_FIELD_NUMBER: builtins.int
+    lane: builtins.int
+    """never used before on this stream"""
+    @property
+    def shm(self) -> Global___ShmRing: ...
+    @property
+    def collective(self) -> Global___ProcessGroupOpening: ...
+    @property
+    def nixl(self) -> Global___NixlWriter: ...
+    def __init__(
+        self,
+        *,
+        lane: builtins.int = ...,
+        shm: Global___ShmRing | None = ...,
+        collective: Global___ProcessGroupOpening | None = ...,
+        nixl: Global___NixlWriter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["collective", b"collective", "how", b"how", "nixl", b"nixl", "shm", b"shm"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["collective", b"collective", "how", b"how", "lane", b"lane", "nixl", b"nixl", "shm", b"shm"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_how: typing_extensions.TypeAlias = typing.Literal["shm", "collective", "nixl"]
+    _WhichOneofArgType_how: typing_extensions.TypeAlias = typing.Literal["how", b"how"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_how) -> _WhichOneofReturnType_how | None: ...
+
+Global___LaneOpen: typing_extensions.TypeAlias = LaneOpen
+
+@typing.final
+class LaneFrame(google.protobuf.message.Message):
+    """A frame is on a lane, or about to be: the same as its pieces on the stream would say."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: builtins.int
+    FRAME_INDEX_FIELD_NUMBER: builtins.int
+    TRY_FIELD_NUMBER: builtins.int
+    TOTAL_FIELD_NUMBER: builtins.int
+    LANE_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    OFFSET_FIELD_NUMBER: builtins.int
+    frame_index: builtins.int
+    total: builtins.int
+    """frame length, bytes"""
+    lane: builtins.int
+    sequence: builtins.int
+    """counts the lane's frames from 0"""
+    offset: builtins.int
+    """shm and nixl: where the frame begins, bytes from the start of the ring or staging memory"""
+    @property
+    def ticket(self) -> Global___TicketRef: ...
+    def __init__(
+        self,
+        *,
+        ticket: Global___TicketRef | None = ...,
+        frame_index: builtins.int = ...,
+        total: builtins.int = ...,
+        lane: builtins.int = ...,
+        sequence: builtins.int = ...,
+        offset: builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ticket", b"ticket"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["frame_index", b"frame_index", "lane", b"lane", "offset", b"offset", "sequence", b"sequence", "ticket", b"ticket", "total", b"total", "try", b"try"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LaneFrame: typing_extensions.TypeAlias = LaneFrame
+
+@typing.final
+class LaneClose(google.protobuf.message.Message):
+    """The sender announces nothing more on the lane. Answered by LaneClosed."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    lane: builtins.int
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        lane: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["lane", b"lane", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LaneClose: typing_extensions.TypeAlias = LaneClose
+
+@typing.final
 class Manifest(google.protobuf.message.Message):
     """Commits a ticket once every frame has been scattered."""
 
@@ -280,6 +576,7 @@ class Manifest(google.protobuf.message.Message):
     NUM_FRAMES_FIELD_NUMBER: builtins.int
     FIRST_TOKEN_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    CODEC_REASON_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     num_tokens: builtins.int
@@ -289,6 +586,8 @@ class Manifest(google.protobuf.message.Message):
     """sampled by the prefill worker"""
     digest: builtins.int
     """crc32 over the frames' decoded-byte checksums (uint32 little endian) in frame order"""
+    codec_reason: builtins.str
+    """for people: why the sender chose its codec; at most 256 characters"""
     @property
     def ticket(self) -> Global___TicketRef: ...
     def __init__(
@@ -301,10 +600,11 @@ class Manifest(google.protobuf.message.Message):
         num_frames: builtins.int = ...,
         first_token: builtins.int = ...,
         digest: builtins.int = ...,
+        codec_reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ticket", b"ticket"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "digest", b"digest", "first_token", b"first_token", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "request_id", b"request_id", "ticket", b"ticket"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "codec_reason", b"codec_reason", "digest", b"digest", "first_token", b"first_token", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "request_id", b"request_id", "ticket", b"ticket"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest
@@ -341,6 +641,9 @@ class PushMessage(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     MANIFEST_FIELD_NUMBER: builtins.int
     ABORT_FIELD_NUMBER: builtins.int
+    LANE_OPEN_FIELD_NUMBER: builtins.int
+    LANE_FRAME_FIELD_NUMBER: builtins.int
+    LANE_CLOSE_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___PushHello: ...
     @property
@@ -349,6 +652,12 @@ class PushMessage(google.protobuf.message.Message):
     def manifest(self) -> Global___Manifest: ...
     @property
     def abort(self) -> Global___PushAbort: ...
+    @property
+    def lane_open(self) -> Global___LaneOpen: ...
+    @property
+    def lane_frame(self) -> Global___LaneFrame: ...
+    @property
+    def lane_close(self) -> Global___LaneClose: ...
     def __init__(
         self,
         *,
@@ -356,12 +665,15 @@ class PushMessage(google.protobuf.message.Message):
         chunk: Global___KvChunk | None = ...,
         manifest: Global___Manifest | None = ...,
         abort: Global___PushAbort | None = ...,
+        lane_open: Global___LaneOpen | None = ...,
+        lane_frame: Global___LaneFrame | None = ...,
+        lane_close: Global___LaneClose | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "chunk", b"chunk", "hello", b"hello", "manifest", b"manifest", "message", b"message"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "chunk", b"chunk", "hello", b"hello", "lane_close", b"lane_close", "lane_frame", b"lane_frame", "lane_open", b"lane_open", "manifest", b"manifest", "message", b"message"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "chunk", b"chunk", "hello", b"hello", "manifest", b"manifest", "message", b"message"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "chunk", b"chunk", "hello", b"hello", "lane_close", b"lane_close", "lane_frame", b"lane_frame", "lane_open", b"lane_open", "manifest", b"manifest", "message", b"message"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: typing_extensions.TypeAlias = typing.Literal["hello", "chunk", "manifest", "abort"]
+    _WhichOneofReturnType_message: typing_extensions.TypeAlias = typing.Literal["hello", "chunk", "manifest", "abort", "lane_open", "lane_frame", "lane_close"]
     _WhichOneofArgType_message: typing_extensions.TypeAlias = typing.Literal["message", b"message"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -376,9 +688,15 @@ class FrameAck(google.protobuf.message.Message):
     TICKET_FIELD_NUMBER: builtins.int
     FRAME_INDEX_FIELD_NUMBER: builtins.int
     CREDIT_BYTES_FIELD_NUMBER: builtins.int
+    HELD_US_FIELD_NUMBER: builtins.int
+    WORK_US_FIELD_NUMBER: builtins.int
     frame_index: builtins.int
     credit_bytes: builtins.int
     """returned to the sender"""
+    held_us: builtins.int
+    """from the frame's last byte to this answer, microseconds, capped"""
+    work_us: builtins.int
+    """the part of it that went into checking, decoding and writing to the cache"""
     @property
     def ticket(self) -> Global___TicketRef: ...
     def __init__(
@@ -387,10 +705,12 @@ class FrameAck(google.protobuf.message.Message):
         ticket: Global___TicketRef | None = ...,
         frame_index: builtins.int = ...,
         credit_bytes: builtins.int = ...,
+        held_us: builtins.int = ...,
+        work_us: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ticket", b"ticket"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["credit_bytes", b"credit_bytes", "frame_index", b"frame_index", "ticket", b"ticket"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["credit_bytes", b"credit_bytes", "frame_index", b"frame_index", "held_us", b"held_us", "ticket", b"ticket", "work_us", b"work_us"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___FrameAck: typing_extensions.TypeAlias = FrameAck
@@ -475,6 +795,132 @@ class TicketRefused(google.protobuf.message.Message):
 Global___TicketRefused: typing_extensions.TypeAlias = TicketRefused
 
 @typing.final
+class GroupStore(google.protobuf.message.Message):
+    """The store at which the members of a process group find each other."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: builtins.int
+    PORT_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
+    BACKEND_FIELD_NUMBER: builtins.int
+    host: builtins.str
+    port: builtins.int
+    prefix: builtins.str
+    """of this group's keys; never used before"""
+    backend: builtins.str
+    """of the group: "gloo" or "nccl" """
+    def __init__(
+        self,
+        *,
+        host: builtins.str = ...,
+        port: builtins.int = ...,
+        prefix: builtins.str = ...,
+        backend: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["backend", b"backend", "host", b"host", "port", b"port", "prefix", b"prefix"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GroupStore: typing_extensions.TypeAlias = GroupStore
+
+@typing.final
+class NixlStaging(google.protobuf.message.Message):
+    """Memory that the sender may write frames into."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AGENT_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    agent: builtins.bytes
+    """metadata of the receiver's agent"""
+    address: builtins.int
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        agent: builtins.bytes = ...,
+        address: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "agent", b"agent", "bytes", b"bytes"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___NixlStaging: typing_extensions.TypeAlias = NixlStaging
+
+@typing.final
+class LaneAccept(google.protobuf.message.Message):
+    """The receiver has opened its end of a lane."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: builtins.int
+    COLLECTIVE_FIELD_NUMBER: builtins.int
+    NIXL_FIELD_NUMBER: builtins.int
+    lane: builtins.int
+    @property
+    def collective(self) -> Global___GroupStore: ...
+    @property
+    def nixl(self) -> Global___NixlStaging: ...
+    def __init__(
+        self,
+        *,
+        lane: builtins.int = ...,
+        collective: Global___GroupStore | None = ...,
+        nixl: Global___NixlStaging | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["collective", b"collective", "how", b"how", "nixl", b"nixl"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["collective", b"collective", "how", b"how", "lane", b"lane", "nixl", b"nixl"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_how: typing_extensions.TypeAlias = typing.Literal["collective", "nixl"]
+    _WhichOneofArgType_how: typing_extensions.TypeAlias = typing.Literal["how", b"how"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_how) -> _WhichOneofReturnType_how | None: ...
+
+Global___LaneAccept: typing_extensions.TypeAlias = LaneAccept
+
+@typing.final
+class LaneDown(google.protobuf.message.Message):
+    """The receiver can use the lane no more: the sender is to close it. Frames announced on it and not received are
+    answered by FrameNack.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    lane: builtins.int
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        lane: builtins.int = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["lane", b"lane", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LaneDown: typing_extensions.TypeAlias = LaneDown
+
+@typing.final
+class LaneClosed(google.protobuf.message.Message):
+    """Every frame that was announced on the lane has been answered, and nothing reads it any more."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LANE_FIELD_NUMBER: builtins.int
+    lane: builtins.int
+    def __init__(
+        self,
+        *,
+        lane: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["lane", b"lane"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___LaneClosed: typing_extensions.TypeAlias = LaneClosed
+
+@typing.final
 class PushReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -483,6 +929,9 @@ class PushReply(google.protobuf.message.Message):
     NACK_FIELD_NUMBER: builtins.int
     COMMITTED_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    LANE_ACCEPT_FIELD_NUMBER: builtins.int
+    LANE_DOWN_FIELD_NUMBER: builtins.int
+    LANE_CLOSED_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___PushWelcome: ...
     @property
@@ -493,6 +942,12 @@ class PushReply(google.protobuf.message.Message):
     def committed(self) -> Global___Committed: ...
     @property
     def refused(self) -> Global___TicketRefused: ...
+    @property
+    def lane_accept(self) -> Global___LaneAccept: ...
+    @property
+    def lane_down(self) -> Global___LaneDown: ...
+    @property
+    def lane_closed(self) -> Global___LaneClosed: ...
     def __init__(
         self,
         *,
@@ -501,12 +956,15 @@ class PushReply(google.protobuf.message.Message):
         nack: Global___FrameNack | None = ...,
         committed: Global___Committed | None = ...,
         refused: Global___TicketRefused | None = ...,
+        lane_accept: Global___LaneAccept | None = ...,
+        lane_down: Global___LaneDown | None = ...,
+        lane_closed: Global___LaneClosed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ack", b"ack", "committed", b"committed", "nack", b"nack", "refused", b"refused", "reply", b"reply", "welcome", b"welcome"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ack", b"ack", "committed", b"committed", "lane_accept", b"lane_accept", "lane_closed", b"lane_closed", "lane_down", b"lane_down", "nack", b"nack", "refused", b"refused", "reply", b"reply", "welcome", b"welcome"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ack", b"ack", "committed", b"committed", "nack", b"nack", "refused", b"refused", "reply", b"reply", "welcome", b"welcome"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["ack", b"ack", "committed", b"committed", "lane_accept", b"lane_accept", "lane_closed", b"lane_closed", "lane_down", b"lane_down", "nack", b"nack", "refused", b"refused", "reply", b"reply", "welcome", b"welcome"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: typing_extensions.TypeAlias = typing.Literal["welcome", "ack", "nack", "committed", "refused"]
+    _WhichOneofReturnType_reply: typing_extensions.TypeAlias = typing.Literal["welcome", "ack", "nack", "committed", "refused", "lane_accept", "lane_down", "lane_closed"]
     _WhichOneofArgType_reply: typing_extensions.TypeAlias = typing.Literal["reply", b"reply"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
@@ -526,6 +984,8 @@ class TransferStats(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     FRAMES_FIELD_NUMBER: builtins.int
     RETRIES_FIELD_NUMBER: builtins.int
+    LOSSLESS_FIELD_NUMBER: builtins.int
+    CODEC_REASON_FIELD_NUMBER: builtins.int
     blocks: builtins.int
     """blocks of the decode worker that were filled"""
     raw_bytes: builtins.int
@@ -538,6 +998,10 @@ class TransferStats(google.protobuf.message.Message):
     """first frame's first byte to commit"""
     frames: builtins.int
     retries: builtins.int
+    lossless: builtins.bool
+    """the KV is bit for bit as the sender had it"""
+    codec_reason: builtins.str
+    """why the sender chose that codec"""
     def __init__(
         self,
         *,
@@ -549,8 +1013,10 @@ class TransferStats(google.protobuf.message.Message):
         seconds: builtins.float = ...,
         frames: builtins.int = ...,
         retries: builtins.int = ...,
+        lossless: builtins.bool = ...,
+        codec_reason: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "codec", b"codec", "frames", b"frames", "raw_bytes", b"raw_bytes", "retries", b"retries", "seconds", b"seconds", "transport", b"transport", "wire_bytes", b"wire_bytes"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["blocks", b"blocks", "codec", b"codec", "codec_reason", b"codec_reason", "frames", b"frames", "lossless", b"lossless", "raw_bytes", b"raw_bytes", "retries", b"retries", "seconds", b"seconds", "transport", b"transport", "wire_bytes", b"wire_bytes"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TransferStats: typing_extensions.TypeAlias = TransferStats

@@ -3,8 +3,10 @@
 isort:skip_file
 KV transfer between a prefill worker (sender, gRPC client) and a decode worker (receiver, gRPC server).
 
-One Push stream per pair of workers carries all of their transfers. A frame (kv_transfer/frames.py) is a
-self-describing byte string; KvChunk carries pieces of it, so that a frame may be larger than a message.
+One Push stream per pair of workers controls all of their transfers. A frame (kv_transfer/frames.py) is a
+self-describing byte string; KvChunk carries pieces of it, so that a frame may be larger than a message. Where the
+two ends have opened a lane (shared memory, a process group, ...), its bytes travel there, and LaneFrame announces
+them.
 """
 
 import abc

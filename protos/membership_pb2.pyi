@@ -49,6 +49,8 @@ class WorkerDescription(google.protobuf.message.Message):
     MODEL_FIELD_NUMBER: builtins.int
     GEOMETRY_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
+    NATIVE_CODE_FIELD_NUMBER: builtins.int
+    TRANSPORTS_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     incarnation: builtins.str
     """differs after every start of the process"""
@@ -56,10 +58,16 @@ class WorkerDescription(google.protobuf.message.Message):
     address: builtins.str
     """host:port of Worker and, on decode workers, Kv"""
     pid: builtins.int
+    native_code: builtins.str
+    """KV codecs: the instruction set that their C code uses, or "off: " and why"""
     @property
     def model(self) -> protos.worker_pb2.ModelDescription: ...
     @property
     def geometry(self) -> protos.kv_pb2.Geometry: ...
+    @property
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that it can use for KV"""
+
     def __init__(
         self,
         *,
@@ -70,10 +78,12 @@ class WorkerDescription(google.protobuf.message.Message):
         model: protos.worker_pb2.ModelDescription | None = ...,
         geometry: protos.kv_pb2.Geometry | None = ...,
         pid: builtins.int = ...,
+        native_code: builtins.str = ...,
+        transports: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["geometry", b"geometry", "model", b"model"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "geometry", b"geometry", "incarnation", b"incarnation", "model", b"model", "pid", b"pid", "role", b"role", "worker_id", b"worker_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "geometry", b"geometry", "incarnation", b"incarnation", "model", b"model", "native_code", b"native_code", "pid", b"pid", "role", b"role", "transports", b"transports", "worker_id", b"worker_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerDescription: typing_extensions.TypeAlias = WorkerDescription

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import kv_pb2 as protos_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\npdserve.v1\x1a\x0fprotos/kv.proto\"j\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\x94\x01\n\x05Hello\x12\x14\n\x0cprotocol_min\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x1a\n\x12router_incarnation\x18\x04 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x05 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x06 \x01(\t\"\x9f\x02\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\t\x12$\n\x04role\x18\x04 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12+\n\x05model\x18\x05 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12&\n\x08geometry\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.Geometry\x12\x0e\n\x06\x63odecs\x18\x07 \x03(\t\x12\x12\n\ntransports\x18\x08 \x03(\t\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\"\xa4\x01\n\x0eWorkerSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x1a\n\x0estop_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\"\xa3\x01\n\rWorkerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\x06prompt\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\tdelivered\x18\x04 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.WorkerSampling\x12\x14\n\x0ctoken_window\x18\x06 \x01(\r\"5\n\x07Reserve\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.WorkerRequest\"Y\n\x07Prefill\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.WorkerRequest\x12\"\n\x06ticket\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Ticket\"6\n\x08Generate\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.WorkerRequest\"<\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"=\n\x06\x43redit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"\x07\n\x05\x44rain\"\x0b\n\tHeartbeat\"\xd3\x02\n\x0eSessionCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12&\n\x07reserve\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.ReserveH\x00\x12&\n\x07prefill\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.PrefillH\x00\x12(\n\x08generate\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.GenerateH\x00\x12\"\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.AbortH\x00\x12$\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.CreditH\x00\x12\"\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.DrainH\x00\x12*\n\theartbeat\x18\x08 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"\x87\x03\n\x04Load\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0e\n\x06paused\x18\x04 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x08 \x01(\r\x12\x14\n\x0copen_tickets\x18\t \x01(\r\x12\x12\n\nopen_sends\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x41\n\x11recomputed_tokens\x18\x0c \x03(\x0b\x32&.pdserve.v1.Load.RecomputedTokensEntry\x12\x0f\n\x07step_ms\x18\r \x01(\x01\x12\x10\n\x08progress\x18\x0e \x01(\x04\x1a\x37\n\x15RecomputedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8b\x01\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x10\n\x08token_id\x18\x05 \x01(\r\x12\'\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x17.pdserve.v1.TokenFinish\"Y\n\x0bPrefillDone\x12\x10\n\x08queued_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"G\n\rRequestFailed\x12%\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.FailureCode\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xce\x01\n\rRequestNotice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12\x30\n\x0bkv_received\x18\x04 \x01(\x0b\x32\x19.pdserve.v1.TransferStatsH\x00\x12+\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.RequestFailedH\x00\x42\x08\n\x06notice\"\x8e\x01\n\x06Report\x12\x1e\n\x04load\x18\x01 \x01(\x0b\x32\x10.pdserve.v1.Load\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.TokenEvent\x12*\n\x07notices\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.RequestNotice\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x92\x01\n\x0cReserveReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12%\n\x07granted\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12,\n\x07refused\x18\x04 \x01(\x0b\x32\x19.pdserve.v1.RequestFailedH\x00\x42\x08\n\x06result\"\x92\x01\n\x0cSessionEvent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12+\n\x07reserve\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.ReserveReplyH\x00\x12$\n\x06report\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.ReportH\x00\x42\x07\n\x05\x65vent*v\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x03*[\n\x0bTokenFinish\x12\x1c\n\x18TOKEN_FINISH_UNSPECIFIED\x10\x00\x12\x15\n\x11TOKEN_FINISH_STOP\x10\x01\x12\x17\n\x13TOKEN_FINISH_LENGTH\x10\x02*\xb3\x01\n\x0b\x46\x61ilureCode\x12\x1c\n\x18\x46\x41ILURE_CODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46\x41ILURE_CODE_INVALID\x10\x01\x12\x1b\n\x17\x46\x41ILURE_CODE_OVERLOADED\x10\x02\x12\x19\n\x15\x46\x41ILURE_CODE_TRANSFER\x10\x03\x12\x19\n\x15\x46\x41ILURE_CODE_DRAINING\x10\x04\x12\x19\n\x15\x46\x41ILURE_CODE_INTERNAL\x10\x05\x32M\n\x06Worker\x12\x43\n\x07Session\x12\x1a.pdserve.v1.SessionCommand\x1a\x18.pdserve.v1.SessionEvent(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\npdserve.v1\x1a\x0fprotos/kv.proto\"j\n\x10ModelDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"\x94\x01\n\x05Hello\x12\x14\n\x0cprotocol_min\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x02 \x01(\r\x12\x11\n\trouter_id\x18\x03 \x01(\t\x12\x1a\n\x12router_incarnation\x18\x04 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x05 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x06 \x01(\t\"\x9f\x02\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x03 \x01(\t\x12$\n\x04role\x18\x04 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12+\n\x05model\x18\x05 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12&\n\x08geometry\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.Geometry\x12\x0e\n\x06\x63odecs\x18\x07 \x03(\t\x12\x12\n\ntransports\x18\x08 \x03(\t\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\n \x01(\r\"\xa4\x01\n\x0eWorkerSampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x1a\n\x0estop_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x12\n\nmin_tokens\x18\x08 \x01(\r\"\xc9\x01\n\rWorkerRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\x06prompt\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\tdelivered\x18\x04 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.WorkerSampling\x12\x14\n\x0ctoken_window\x18\x06 \x01(\r\x12\x10\n\x08kv_codec\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"5\n\x07Reserve\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.WorkerRequest\"Y\n\x07Prefill\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.WorkerRequest\x12\"\n\x06ticket\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.Ticket\"6\n\x08Generate\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.WorkerRequest\"<\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"=\n\x06\x43redit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"\x07\n\x05\x44rain\"\x0b\n\tHeartbeat\"\xd3\x02\n\x0eSessionCommand\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12&\n\x07reserve\x18\x02 \x01(\x0b\x32\x13.pdserve.v1.ReserveH\x00\x12&\n\x07prefill\x18\x03 \x01(\x0b\x32\x13.pdserve.v1.PrefillH\x00\x12(\n\x08generate\x18\x04 \x01(\x0b\x32\x14.pdserve.v1.GenerateH\x00\x12\"\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x11.pdserve.v1.AbortH\x00\x12$\n\x06\x63redit\x18\x06 \x01(\x0b\x32\x12.pdserve.v1.CreditH\x00\x12\"\n\x05\x64rain\x18\x07 \x01(\x0b\x32\x11.pdserve.v1.DrainH\x00\x12*\n\theartbeat\x18\x08 \x01(\x0b\x32\x15.pdserve.v1.HeartbeatH\x00\x42\t\n\x07\x63ommand\"\xb5\x03\n\x04Load\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0e\n\x06paused\x18\x04 \x01(\r\x12\x1d\n\x15queued_prefill_tokens\x18\x05 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x07 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x08 \x01(\r\x12\x14\n\x0copen_tickets\x18\t \x01(\r\x12\x12\n\nopen_sends\x18\n \x01(\r\x12\x13\n\x0bpreemptions\x18\x0b \x01(\x04\x12\x41\n\x11recomputed_tokens\x18\x0c \x03(\x0b\x32&.pdserve.v1.Load.RecomputedTokensEntry\x12\x0f\n\x07step_ms\x18\r \x01(\x01\x12\x10\n\x08progress\x18\x0e \x01(\x04\x12\x15\n\rcached_blocks\x18\x0f \x01(\r\x12\x15\n\rcached_tokens\x18\x10 \x01(\x04\x1a\x37\n\x15RecomputedTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8b\x01\n\nTokenEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0e\n\x06sample\x18\x03 \x01(\r\x12\r\n\x05index\x18\x04 \x01(\r\x12\x10\n\x08token_id\x18\x05 \x01(\r\x12\'\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x17.pdserve.v1.TokenFinish\"Y\n\x0bPrefillDone\x12\x10\n\x08queued_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x0e\n\x06\x63hunks\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"G\n\rRequestFailed\x12%\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x17.pdserve.v1.FailureCode\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xce\x01\n\rRequestNotice\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12/\n\x0cprefill_done\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.PrefillDoneH\x00\x12\x30\n\x0bkv_received\x18\x04 \x01(\x0b\x32\x19.pdserve.v1.TransferStatsH\x00\x12+\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x19.pdserve.v1.RequestFailedH\x00\x42\x08\n\x06notice\"\x8e\x01\n\x06Report\x12\x1e\n\x04load\x18\x01 \x01(\x0b\x32\x10.pdserve.v1.Load\x12&\n\x06tokens\x18\x02 \x03(\x0b\x32\x16.pdserve.v1.TokenEvent\x12*\n\x07notices\x18\x03 \x03(\x0b\x32\x19.pdserve.v1.RequestNotice\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\"\x92\x01\n\x0cReserveReply\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12%\n\x07granted\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.TicketH\x00\x12,\n\x07refused\x18\x04 \x01(\x0b\x32\x19.pdserve.v1.RequestFailedH\x00\x42\x08\n\x06result\"\x92\x01\n\x0cSessionEvent\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12+\n\x07reserve\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.ReserveReplyH\x00\x12$\n\x06report\x18\x03 \x01(\x0b\x32\x12.pdserve.v1.ReportH\x00\x42\x07\n\x05\x65vent*v\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x1a\n\x16WORKER_ROLE_AGGREGATED\x10\x03*[\n\x0bTokenFinish\x12\x1c\n\x18TOKEN_FINISH_UNSPECIFIED\x10\x00\x12\x15\n\x11TOKEN_FINISH_STOP\x10\x01\x12\x17\n\x13TOKEN_FINISH_LENGTH\x10\x02*\xb3\x01\n\x0b\x46\x61ilureCode\x12\x1c\n\x18\x46\x41ILURE_CODE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46\x41ILURE_CODE_INVALID\x10\x01\x12\x1b\n\x17\x46\x41ILURE_CODE_OVERLOADED\x10\x02\x12\x19\n\x15\x46\x41ILURE_CODE_TRANSFER\x10\x03\x12\x19\n\x15\x46\x41ILURE_CODE_DRAINING\x10\x04\x12\x19\n\x15\x46\x41ILURE_CODE_INTERNAL\x10\x05\x32M\n\x06Worker\x12\x43\n\x07Session\x12\x1a.pdserve.v1.SessionCommand\x1a\x18.pdserve.v1.SessionEvent(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,12 +40,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERREQUEST'].fields_by_name['delivered']._serialized_options = b'\020\001'
   _globals['_LOAD_RECOMPUTEDTOKENSENTRY']._loaded_options = None
   _globals['_LOAD_RECOMPUTEDTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERROLE']._serialized_start=2977
-  _globals['_WORKERROLE']._serialized_end=3095
-  _globals['_TOKENFINISH']._serialized_start=3097
-  _globals['_TOKENFINISH']._serialized_end=3188
-  _globals['_FAILURECODE']._serialized_start=3191
-  _globals['_FAILURECODE']._serialized_end=3370
+  _globals['_WORKERROLE']._serialized_start=3061
+  _globals['_WORKERROLE']._serialized_end=3179
+  _globals['_TOKENFINISH']._serialized_start=3181
+  _globals['_TOKENFINISH']._serialized_end=3272
+  _globals['_FAILURECODE']._serialized_start=3275
+  _globals['_FAILURECODE']._serialized_end=3454
   _globals['_MODELDESCRIPTION']._serialized_start=52
   _globals['_MODELDESCRIPTION']._serialized_end=158
   _globals['_HELLO']._serialized_start=161
@@ -55,41 +55,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSAMPLING']._serialized_start=602
   _globals['_WORKERSAMPLING']._serialized_end=766
   _globals['_WORKERREQUEST']._serialized_start=769
-  _globals['_WORKERREQUEST']._serialized_end=932
-  _globals['_RESERVE']._serialized_start=934
-  _globals['_RESERVE']._serialized_end=987
-  _globals['_PREFILL']._serialized_start=989
-  _globals['_PREFILL']._serialized_end=1078
-  _globals['_GENERATE']._serialized_start=1080
-  _globals['_GENERATE']._serialized_end=1134
-  _globals['_ABORT']._serialized_start=1136
-  _globals['_ABORT']._serialized_end=1196
-  _globals['_CREDIT']._serialized_start=1198
-  _globals['_CREDIT']._serialized_end=1259
-  _globals['_DRAIN']._serialized_start=1261
-  _globals['_DRAIN']._serialized_end=1268
-  _globals['_HEARTBEAT']._serialized_start=1270
-  _globals['_HEARTBEAT']._serialized_end=1281
-  _globals['_SESSIONCOMMAND']._serialized_start=1284
-  _globals['_SESSIONCOMMAND']._serialized_end=1623
-  _globals['_LOAD']._serialized_start=1626
-  _globals['_LOAD']._serialized_end=2017
-  _globals['_LOAD_RECOMPUTEDTOKENSENTRY']._serialized_start=1962
-  _globals['_LOAD_RECOMPUTEDTOKENSENTRY']._serialized_end=2017
-  _globals['_TOKENEVENT']._serialized_start=2020
-  _globals['_TOKENEVENT']._serialized_end=2159
-  _globals['_PREFILLDONE']._serialized_start=2161
-  _globals['_PREFILLDONE']._serialized_end=2250
-  _globals['_REQUESTFAILED']._serialized_start=2252
-  _globals['_REQUESTFAILED']._serialized_end=2323
-  _globals['_REQUESTNOTICE']._serialized_start=2326
-  _globals['_REQUESTNOTICE']._serialized_end=2532
-  _globals['_REPORT']._serialized_start=2535
-  _globals['_REPORT']._serialized_end=2677
-  _globals['_RESERVEREPLY']._serialized_start=2680
-  _globals['_RESERVEREPLY']._serialized_end=2826
-  _globals['_SESSIONEVENT']._serialized_start=2829
-  _globals['_SESSIONEVENT']._serialized_end=2975
-  _globals['_WORKER']._serialized_start=3372
-  _globals['_WORKER']._serialized_end=3449
+  _globals['_WORKERREQUEST']._serialized_end=970
+  _globals['_RESERVE']._serialized_start=972
+  _globals['_RESERVE']._serialized_end=1025
+  _globals['_PREFILL']._serialized_start=1027
+  _globals['_PREFILL']._serialized_end=1116
+  _globals['_GENERATE']._serialized_start=1118
+  _globals['_GENERATE']._serialized_end=1172
+  _globals['_ABORT']._serialized_start=1174
+  _globals['_ABORT']._serialized_end=1234
+  _globals['_CREDIT']._serialized_start=1236
+  _globals['_CREDIT']._serialized_end=1297
+  _globals['_DRAIN']._serialized_start=1299
+  _globals['_DRAIN']._serialized_end=1306
+  _globals['_HEARTBEAT']._serialized_start=1308
+  _globals['_HEARTBEAT']._serialized_end=1319
+  _globals['_SESSIONCOMMAND']._serialized_start=1322
+  _globals['_SESSIONCOMMAND']._serialized_end=1661
+  _globals['_LOAD']._serialized_start=1664
+  _globals['_LOAD']._serialized_end=2101
+  _globals['_LOAD_RECOMPUTEDTOKENSENTRY']._serialized_start=2046
+  _globals['_LOAD_RECOMPUTEDTOKENSENTRY']._serialized_end=2101
+  _globals['_TOKENEVENT']._serialized_start=2104
+  _globals['_TOKENEVENT']._serialized_end=2243
+  _globals['_PREFILLDONE']._serialized_start=2245
+  _globals['_PREFILLDONE']._serialized_end=2334
+  _globals['_REQUESTFAILED']._serialized_start=2336
+  _globals['_REQUESTFAILED']._serialized_end=2407
+  _globals['_REQUESTNOTICE']._serialized_start=2410
+  _globals['_REQUESTNOTICE']._serialized_end=2616
+  _globals['_REPORT']._serialized_start=2619
+  _globals['_REPORT']._serialized_end=2761
+  _globals['_RESERVEREPLY']._serialized_start=2764
+  _globals['_RESERVEREPLY']._serialized_end=2910
+  _globals['_SESSIONEVENT']._serialized_start=2913
+  _globals['_SESSIONEVENT']._serialized_end=3059
+  _globals['_WORKER']._serialized_start=3456
+  _globals['_WORKER']._serialized_end=3533
 # @@protoc_insertion_point(module_scope)

@@ -185,9 +185,13 @@ class Welcome(google.protobuf.message.Message):
     @property
     def geometry(self) -> protos.kv_pb2.Geometry: ...
     @property
-    def codecs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def codecs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of KV in its cache's dtype, by plain name"""
+
     @property
-    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def transports(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """that it can use for KV"""
+
     def __init__(
         self,
         *,
@@ -264,10 +268,16 @@ class WorkerRequest(google.protobuf.message.Message):
     DELIVERED_FIELD_NUMBER: builtins.int
     SAMPLING_FIELD_NUMBER: builtins.int
     TOKEN_WINDOW_FIELD_NUMBER: builtins.int
+    KV_CODEC_FIELD_NUMBER: builtins.int
+    CACHE_SALT_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     token_window: builtins.int
     """tokens that may be reported before credit is returned"""
+    kv_codec: builtins.str
+    """codec of its KV transfer, or "auto"; empty: the prefill worker's setting"""
+    cache_salt: builtins.str
+    """cached KV is shared with requests of the same salt only"""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -285,10 +295,12 @@ class WorkerRequest(google.protobuf.message.Message):
         delivered: collections.abc.Iterable[builtins.int] | None = ...,
         sampling: Global___WorkerSampling | None = ...,
         token_window: builtins.int = ...,
+        kv_codec: builtins.str = ...,
+        cache_salt: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "delivered", b"delivered", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "token_window", b"token_window"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "token_window", b"token_window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
@@ -517,6 +529,8 @@ class Load(google.protobuf.message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     STEP_MS_FIELD_NUMBER: builtins.int
     PROGRESS_FIELD_NUMBER: builtins.int
+    CACHED_BLOCKS_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: builtins.int
     step: builtins.int
     waiting: builtins.int
     running: builtins.int
@@ -531,6 +545,10 @@ class Load(google.protobuf.message.Message):
     step_ms: builtins.float
     progress: builtins.int
     """grows while the engine's loop lives: with each layer of a step and each look for work"""
+    cached_blocks: builtins.int
+    """in the prefix cache, used or not"""
+    cached_tokens: builtins.int
+    """prompt tokens that were not computed because the prefix cache had them"""
     @property
     def recomputed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason: preempt, rebuild, replay"""
@@ -552,8 +570,10 @@ class Load(google.protobuf.message.Message):
         recomputed_tokens: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         step_ms: builtins.float = ...,
         progress: builtins.int = ...,
+        cached_blocks: builtins.int = ...,
+        cached_tokens: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

@@ -74,10 +74,17 @@ def build_request(
     request_id: str = "",
     tenant: str = "",
     priority: str = "",
+    kv_codec: str = "",
+    cache_salt: str = "",
 ) -> generation_pb2.GenerateRequest:
     """The message for a request; see `Client.generate`. Raises ValueError for what the message cannot carry."""
     message = generation_pb2.GenerateRequest(
-        request_id=request_id, model=model, tenant=tenant, sampling=_sampling_message(sampling or Sampling())
+        request_id=request_id,
+        model=model,
+        tenant=tenant,
+        sampling=_sampling_message(sampling or Sampling()),
+        kv_codec=kv_codec,
+        cache_salt=cache_salt,
     )
     if priority:
         message.priority = generation_pb2.Priority.Value(f"PRIORITY_{priority.upper()}")
@@ -162,7 +169,8 @@ class Client:
         """Stream events; the last one has `end`. Leaving the loop early cancels the request.
 
         Args:
-            request: `model`, `request_id`, `tenant`, and `priority` (``interactive``, ``standard`` or ``batch``).
+            request: `model`, `request_id`, `tenant`, `priority` (``interactive``, ``standard`` or ``batch``),
+                `kv_codec` (how KV travels inside the cluster) and `cache_salt` (who shares cached prompts).
         """
         call = self._stub.Generate(build_request(prompt, sampling, **request), timeout=timeout_s)
         try:

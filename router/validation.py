@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pdcore.config import CODEC_CHOICES, CODECS
+from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
 from pdcore.types import SamplingParams
 from protos import generation_pb2
@@ -18,6 +20,7 @@ from router.tokenizer import GenerationDefaults, TextModel
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
+MAX_SALT_CHARS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -43,15 +46,20 @@ class Limits:
     Attributes:
         context_tokens: prompt and output together, at most.
         vocab_size: token ids are below this.
+        kv_codecs: codecs that every connected worker has for KV.
     """
 
     context_tokens: int
     vocab_size: int
+    kv_codecs: frozenset[str] = frozenset(CODECS)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A checked request. `params` carries the stop token ids of the model unless the client ignores them."""
+    """A checked request. `params` carries the stop token ids of the model unless the client ignores them.
+
+    `kv_codec`: a codec's name or ``auto``; empty if the client did not say. `cache_salt`: see `RequestSpec`.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
@@ -59,6 +67,8 @@ class GenerationRequest:
     stops: tuple[str, ...]
     priority: PriorityClass
     tenant: str
+    kv_codec: str = ""
+    cache_salt: str = ""
 
 
 def check_model(asked: str, served: str) -> None:
@@ -89,6 +99,10 @@ async def validate(
         raise InvalidRequest("tenant", f"must have at most {MAX_TENANT_CHARS} characters, got {len(message.tenant)}")
     if message.priority not in _PRIORITIES:
         raise InvalidRequest("priority", f"must be one of the values of Priority, got {message.priority}")
+    if len(message.cache_salt) > MAX_SALT_CHARS:
+        problem = f"must have at most {MAX_SALT_CHARS} characters, got {len(message.cache_salt)}"
+        raise InvalidRequest("cache_salt", problem)
+    _check_kv_codec(message.kv_codec, limits)
     sampling = message.sampling
     _check_ranges(sampling)
     stop_token_ids = _stop_token_ids(sampling, limits.vocab_size)
@@ -102,6 +116,8 @@ async def validate(
         stops=stops,
         priority=_PRIORITIES[message.priority],
         tenant=message.tenant,
+        kv_codec=message.kv_codec,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -157,6 +173,12 @@ def _request_id(asked: str, in_flight: Collection[str]) -> str:
     if asked in in_flight:
         raise InvalidRequest("request_id", f"a request with the id {asked!r} is running")
     return asked
+
+
+def _check_kv_codec(asked: str, limits: Limits) -> None:
+    allowed = [name for name in CODEC_CHOICES if name == AUTO or name in limits.kv_codecs]
+    if asked and asked not in allowed:
+        raise InvalidRequest("kv_codec", f"must be one of {', '.join(allowed)}, got {asked[:32]!r}")
 
 
 def _check_ranges(sampling: generation_pb2.Sampling) -> None:

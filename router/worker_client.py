@@ -51,6 +51,7 @@ class WorkerFacts:
     geometry: KvGeometry
     max_num_seqs: int
     max_num_batched_tokens: int
+    kv_codecs: frozenset[str]
 
 
 class SessionListener(Protocol):
@@ -244,6 +245,7 @@ class WorkerClient:
             geometry=geometry_from_proto(welcome.geometry),
             max_num_seqs=welcome.max_num_seqs,
             max_num_batched_tokens=welcome.max_num_batched_tokens,
+            kv_codecs=frozenset(welcome.codecs),
         )
         digest = self._listener.expected_digest()
         pairs: list[tuple[str, object, object]] = [

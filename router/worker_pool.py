@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdcore.clock import Clock
-from pdcore.config import RouterConfig
+from pdcore.config import CODECS, RouterConfig
 from pdcore.types import ModelInfo, RequestKey, Role
 from protos import admin_pb2, membership_pb2, worker_pb2
 from protos.convert import load_to_proto
@@ -238,7 +238,16 @@ class WorkerPool:
             return None
         pool_tokens = max(f.geometry.num_blocks * f.geometry.block_size for f in facts)
         model_tokens = min(f.model.max_model_len for f in facts)
-        return Limits(min(model_tokens, pool_tokens), facts[0].model.vocab_size)
+        return Limits(min(model_tokens, pool_tokens), facts[0].model.vocab_size, self._kv_codecs())
+
+    def _kv_codecs(self) -> frozenset[str]:
+        """Codecs that KV may go by, whichever workers are chosen; all there are while no two can exchange KV."""
+        facts = [
+            c.facts for c in self._clients.values() if c.facts is not None and c.facts.role is not Role.AGGREGATED
+        ]
+        if {f.role for f in facts} != {Role.PREFILL, Role.DECODE}:
+            return frozenset(CODECS)
+        return frozenset.intersection(*(f.kv_codecs for f in facts))
 
     def statuses(self) -> list[admin_pb2.WorkerStatus]:
         """Every member that the router knows, connected or not, by worker id."""

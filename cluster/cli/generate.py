@@ -38,6 +38,10 @@ def generate(
     stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
     min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
+    kv_codec: Annotated[
+        str, typer.Option(help="How the prompt's KV travels: auto or a codec; default: the cluster's setting.")
+    ] = "",
+    cache_salt: Annotated[str, typer.Option(help="Share cached prompts with requests of this salt only.")] = "",
     request_id: Annotated[str, typer.Option(help="Name of the request; made by the cluster if unset.")] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the whole answer may take.")] = 600.0,
     timeline: Annotated[
@@ -70,7 +74,9 @@ def generate(
         "seed": seed,
         "min_tokens": min_tokens,
     }
-    request = generation_pb2.GenerateRequest(request_id=request_id, model=model)
+    request = generation_pb2.GenerateRequest(
+        request_id=request_id, model=model, kv_codec=kv_codec, cache_salt=cache_salt
+    )
     _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
     try:
         request.sampling.MergeFrom(

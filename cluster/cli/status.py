@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import grpc
 import typer
 from google.protobuf import json_format
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -45,11 +48,15 @@ def status(
         )
         print(json.dumps(data, indent=2))
         return
-    console = Console()
+    show(reply, address, Console())
+
+
+def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> None:
+    """Print a status for people; 80 columns are enough for it."""
     state = "draining" if reply.draining else "serving"
     console.print(
-        f"[bold]{reply.router_id}[/] at {address}: {state} for {reply.uptime_s:,.0f} s, model {reply.model.name} "
-        f"({reply.model.dtype}, {reply.model.max_model_len} tokens)",
+        f"[bold]{escape(reply.router_id)}[/] at {escape(address)}: {state} for {reply.uptime_s:,.0f} s, model "
+        f"{escape(reply.model.name)} ({reply.model.dtype}, {reply.model.max_model_len} tokens)",
         highlight=False,
     )
     console.print(
@@ -57,38 +64,96 @@ def status(
         f"finished, {reply.failed_requests} failed, {reply.replays} replays",
         highlight=False,
     )
-    console.print(_worker_table(reply))
-    if not reply.workers:
+    workers = sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id))
+    if not workers:
         console.print("no worker is registered")
-
-
-def _worker_table(reply: admin_pb2.GetStatusReply) -> Table:
-    table = Table()
-    for name in ("worker", "pool", "state", "address", "pid"):
-        table.add_column(name, overflow="fold")
-    for name in ("running", "waiting", "paused", "prompt queue", "KV used", "transfers", "step"):
-        table.add_column(name, justify="right")
-    for item in sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id)):
-        worker, load = item.worker, item.load
-        used = load.total_blocks - load.free_blocks
-        table.add_row(
-            worker.worker_id,
-            _ROLES.get(worker.role, "?"),
-            _state(item),
-            worker.address,
-            str(worker.pid),
-            str(load.running),
-            str(load.waiting),
-            str(load.paused),
-            f"{load.queued_prefill_tokens} tokens",
-            f"{used}/{load.total_blocks}",
-            str(load.open_tickets + load.open_sends),
-            f"{load.step_ms:.1f} ms",
-        )
-    return table
+        return
+    for columns in (_WHO, _LOAD):
+        console.print()
+        console.print(_fitting_table(columns, workers, console))
+    for note in _notes(workers):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def _state(item: admin_pb2.WorkerStatus) -> str:
     if not item.connected:
-        return f"not connected: {escape(item.problem)}" if item.problem else "not connected"
+        return "no session"
     return "draining" if item.state == membership_pb2.WORKER_STATE_DRAINING else "serving"
+
+
+def _used(item: admin_pb2.WorkerStatus) -> str:
+    load = item.load
+    return f"{load.total_blocks - load.free_blocks}/{load.total_blocks}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of a table of workers. `dispensable`: those with the highest number go first where room is short."""
+
+    header: str
+    cell: Callable[[admin_pb2.WorkerStatus], str]
+    right: bool = False
+    dispensable: int = 0
+
+
+_WHO = (
+    _Column("worker", lambda item: item.worker.worker_id),
+    _Column("pool", lambda item: _ROLES.get(item.worker.role, "?"), dispensable=2),
+    _Column("state", _state),
+    _Column("address", lambda item: item.worker.address),
+    _Column("pid", lambda item: str(item.worker.pid), right=True, dispensable=3),
+    _Column("native code", lambda item: item.worker.native_code.partition(":")[0] or "?", dispensable=1),
+)
+_LOAD = (
+    _Column("worker", lambda item: item.worker.worker_id),
+    _Column("run", lambda item: str(item.load.running), right=True),
+    _Column("wait", lambda item: str(item.load.waiting), right=True),
+    _Column("pause", lambda item: str(item.load.paused), right=True, dispensable=1),
+    _Column("queued\ntokens", lambda item: str(item.load.queued_prefill_tokens), right=True),
+    _Column("KV blocks\nused", _used, right=True),
+    _Column("prefix\ncache", lambda item: str(item.load.cached_blocks), right=True, dispensable=2),
+    _Column("transfers", lambda item: str(item.load.open_tickets + item.load.open_sends), right=True),
+    _Column("step", lambda item: f"{item.load.step_ms:.1f} ms", right=True),
+)
+
+
+def _fitting_table(columns: Sequence[_Column], workers: Sequence[admin_pb2.WorkerStatus], console: Console) -> Table:
+    """The table with as many of its columns as the console has room for: a folded cell is hard to read."""
+    shown = list(columns)
+    unbounded = console.options.update(width=10_000)
+    while True:
+        table = _table(shown, workers)
+        spare = max(shown, key=lambda column: column.dispensable)
+        if not spare.dispensable or console.measure(table, options=unbounded).maximum <= console.width:
+            return table
+        shown.remove(spare)
+
+
+def _table(columns: Sequence[_Column], workers: Sequence[admin_pb2.WorkerStatus]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column.header, justify="right" if column.right else "left", no_wrap=True, vertical="bottom")
+    for item in workers:
+        table.add_row(*(escape(column.cell(item)) for column in columns))
+    return table
+
+
+def _notes(workers: Sequence[admin_pb2.WorkerStatus]) -> Iterator[str]:
+    """What does not fit into a cell."""
+    problems = [(item.worker.worker_id, item.problem) for item in workers if not item.connected and item.problem]
+    slow = [
+        (item.worker.worker_id, f"no native code: {item.worker.native_code.partition(': ')[2]}")
+        for item in workers
+        if item.worker.native_code.startswith("off")
+    ]
+    offers = {", ".join(item.worker.transports) for item in workers if item.worker.transports}
+    if problems or slow or offers:
+        yield ""
+    for worker_id, problem in problems + slow:
+        yield f"{worker_id}: {problem}"
+    if len(offers) == 1:
+        yield f"KV transports: {offers.pop()}"
+        return
+    for item in workers:
+        if item.worker.transports:
+            yield f"{item.worker.worker_id}: KV transports: {', '.join(item.worker.transports)}"
