@@ -55,6 +55,7 @@ class DecodeWorker:
                 incarnation=self.incarnation,
                 store=runtime.runner.cache,
                 config=self.config.transfer,
+                device=self.config.engine.device,
                 codecs=runtime.codecs,
                 costs=quick_costs(runtime.codecs, runtime.runner.geometry),
                 host=handler,

@@ -19,7 +19,8 @@ class AssembledFrame:
         ref, frame_index: what the pieces said it is.
         total: its length in bytes.
         data: its bytes; None if no ticket wanted it, so that nothing was kept.
-        first_byte_at: clock reading when its first piece came.
+        first_byte_at: clock reading when its first piece came, or when it was announced.
+        shared: the sender can still write to `data`: what is read twice may differ.
     """
 
     ref: TicketRef
@@ -27,6 +28,7 @@ class AssembledFrame:
     total: int
     data: memoryview | None
     first_byte_at: float
+    shared: bool = False
 
 
 class FrameAssembler:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from pdcore.types import RequestKey
 
+MAX_REASON_CHARS = 256
+
 
 class TicketRef(NamedTuple):
     """Names one use of a ticket slot. A reference with another generation is stale."""
@@ -46,6 +48,7 @@ class Manifest:
         num_frames: frames sent; their indices are ``0..num_frames - 1``.
         first_token: token id sampled by the prefill worker.
         digest: `frames_digest` of the frames.
+        codec_reason: for people: why the sender chose its codec; at most `MAX_REASON_CHARS` characters.
     """
 
     ref: TicketRef
@@ -54,6 +57,7 @@ class Manifest:
     num_frames: int
     first_token: int
     digest: int
+    codec_reason: str = ""
 
 
 def frames_digest(checksums: Iterable[tuple[int, ...]]) -> int:

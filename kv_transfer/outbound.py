@@ -1,14 +1,18 @@
-"""One receiver as the sender sees it: the stream to it, its credit, and the sends that it takes."""
+"""One receiver as the sender sees it: the stream to it, its credit, its lanes, and the sends that it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from kv_transfer.choosing import Chosen, Forecast
 from kv_transfer.codecs.base import Codec
 from kv_transfer.frames import FrameLimits
+from kv_transfer.lane_board import LaneBoard, OutboundLane
 from kv_transfer.manifest import TicketRef
-from kv_transfer.session import SendSession
+from kv_transfer.negotiation import LeftOut
+from kv_transfer.session import FrameTask, SendSession
 from kv_transfer.transport import PushLink, SendOutcome
 from pdcore.types import RequestKey
 
@@ -23,6 +27,7 @@ class Peer:
         window: credit when nothing is under way, as the receiver's welcome says; 0 before it.
         credit: frame bytes that may be sent now.
         sends: the sends under way, by their ticket.
+        board: the lanes beside the stream. left_out: the transports that cannot be used, and why.
     """
 
     address: str
@@ -33,26 +38,86 @@ class Peer:
     window: int = 0
     credit: int = 0
     sends: dict[TicketRef, Send] = field(default_factory=dict)
+    board: LaneBoard = field(default_factory=LaneBoard)
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def ready(self) -> bool:
         """Frames may be sent."""
-        return self.link is not None and self.window > 0
+        return self.link is not None and self.window > 0 and self.board.settled
 
 
 @dataclass(slots=True, eq=False)
 class Send:
-    """One send: the state machine and what it takes to serve it. `reconnected`: it has been moved to a new stream."""
+    """One send: the state machine and what it takes to serve it.
+
+    Attributes:
+        asked: a codec's plain name, or ``auto``. chosen: what came of it, before the first frame; may be chosen anew
+            while it is not final.
+        chunk: tokens that the running step computes, and clock reading when it began; None between steps.
+        finished_at: clock reading when its prefill was over; None before.
+        forecast: what was made of the whole of it before its first frame: what comes of it shows how good that was.
+        reconnected: it has been moved to a new stream.
+    """
 
     key: RequestKey
     session: SendSession
     limits: FrameLimits
-    codec: Codec
+    asked: str
     block_ids: tuple[int, ...]
     on_done: Callable[[SendOutcome], None]
     peer: Peer
     opened_at: float
+    chosen: Chosen | None = None
+    chunk: tuple[int, float] | None = None
+    finished_at: float | None = None
+    forecast: Forecast | None = None
     reconnected: bool = False
+
+    def hidden_s(self, seconds_per_token: float | None, now: float) -> float:
+        """Seconds until its prefill has computed the last token, by the pace of the prefills before it."""
+        planner = self.session.planner
+        if seconds_per_token is None:
+            return 0.0
+        elapsed = 0.0 if self.chunk is None else now - self.chunk[1]
+        return max(0.0, (planner.token_end - planner.computed) * seconds_per_token - elapsed)
+
+
+def next_attempt(session: SendSession) -> int:
+    """The try of the frame that `SendSession.take_frame` would hand out."""
+    return session.attempts[session.retry[0]] if session.retry else 0
+
+
+class FrameTurn(NamedTuple):
+    """A frame whose turn it is.
+
+    `reserved`: its credit, the most that it can take. `lane`: how it goes; None for the stream itself.
+    """
+
+    send: Send
+    task: FrameTask
+    reserved: int
+    lane: OutboundLane | None
+    codec: Codec
+
+
+@dataclass(slots=True)
+class LaneCounters:
+    """What a sender has done over one transport since it started.
+
+    Attributes:
+        frames: frames sent. frame_bytes: their bytes.
+        opened: lanes that became ready. failures: lanes that could not be opened, or broke.
+        downgrades: lanes that broke while they were the best there was.
+        moved_frames: frames that were under way on such a lane and were sent again another way.
+    """
+
+    frames: int = 0
+    frame_bytes: int = 0
+    opened: int = 0
+    failures: int = 0
+    downgrades: int = 0
+    moved_frames: int = 0
 
 
 @dataclass(slots=True)
@@ -62,7 +127,7 @@ class SenderCounters:
     Attributes:
         unacked_bytes: frame bytes sent and not answered yet, over all streams. peak_unacked_bytes: their maximum.
         frames: frames sent. wire_bytes: their bytes. retries: frames sent again.
-        links: streams opened.
+        links: streams opened. lanes: more, by transport; the stream itself is ``grpc``.
     """
 
     unacked_bytes: int = 0
@@ -71,3 +136,12 @@ class SenderCounters:
     wire_bytes: int = 0
     retries: int = 0
     links: int = 0
+    lanes: dict[str, LaneCounters] = field(default_factory=dict)
+
+    def lane(self, transport: str) -> LaneCounters:
+        """The counters of one transport."""
+        return self.lanes.setdefault(transport, LaneCounters())
+
+    def copy(self) -> SenderCounters:
+        """As they are now."""
+        return replace(self, lanes={name: replace(lane) for name, lane in self.lanes.items()})

@@ -60,6 +60,17 @@ class FramePlanner:
             return None
         return self.chunks[0].step_id
 
+    @property
+    def left_bytes(self) -> int:
+        """Raw bytes that are in no frame yet."""
+        return (self.num_layers * self.token_end - sum(self.planned)) * self.layer_token_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        """Raw bytes that are ready and in no frame yet."""
+        tokens = sum(max(0, end - planned) for end, planned in zip(self._ready(), self.planned, strict=True))
+        return tokens * self.layer_token_bytes
+
     def computing(self, chunk: Computing) -> None:
         """A step computes `chunk`, now or soon; chunks are announced in order."""
         if chunk.token_end > self.computed:
@@ -90,11 +101,9 @@ class FramePlanner:
         Layers that lag behind come first. A group is cut short only where the layers above it are already ahead;
         otherwise it waits until it is full, or until the layers are all there.
         """
-        # A reader of `chunk_layers` > 0 knows that the chunk joins `computed`: see `watched_step`.
-        chunk_end = self.chunks[0].token_end if self.chunk_layers else self.computed
-        if min(self.planned) >= chunk_end:
+        if min(self.planned) >= self._chunk_end:
             return None
-        ready = [chunk_end if layer < self.chunk_layers else self.computed for layer in range(self.num_layers)]
+        ready = self._ready()
         candidates = sorted(
             (layer for layer, end in enumerate(ready) if end > self.planned[layer]),
             key=lambda layer: (self.planned[layer], layer),
@@ -104,6 +113,16 @@ class FramePlanner:
             if span is not None:
                 return span
         return None
+
+    @property
+    def _chunk_end(self) -> int:
+        # A reader of `chunk_layers` > 0 knows that the chunk joins `computed`: see `watched_step`.
+        return self.chunks[0].token_end if self.chunk_layers else self.computed
+
+    def _ready(self) -> list[int]:
+        """For each layer, the token below which all are in the cache."""
+        chunk_end = self._chunk_end
+        return [chunk_end if layer < self.chunk_layers else self.computed for layer in range(self.num_layers)]
 
     def _group_at(self, first: int, ready: list[int]) -> FrameSpan | None:
         start = self.planned[first]

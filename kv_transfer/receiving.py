@@ -63,6 +63,7 @@ class CommitTicket(NamedTuple):
     key: RequestKey
     first_token: int
     counts: TransferCounts
+    codec_reason: str
 
 
 class ConfirmCommit(NamedTuple):

@@ -15,49 +15,47 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kv_transfer.choosing import Chosen, CodecChooser, Forecast
+from kv_transfer.codec_speed import assumed_costs
 from kv_transfer.codecs.registry import STANDARD, CodecRegistry
-from kv_transfer.frames import MAX_FRAME_TOKENS, FrameLimits, wire_name
-from kv_transfer.handshake import check_welcome, hello
-from kv_transfer.manifest import FrameSpan, TicketRef
-from kv_transfer.messages import Committed, FrameAck, FrameNack, PushReply, TicketRefused, Welcome
-from kv_transfer.outbound import Peer, Send, SenderCounters
+from kv_transfer.lanes import LoadedFrame
+from kv_transfer.manifest import MAX_REASON_CHARS
+from kv_transfer.negotiation import GRPC
+from kv_transfer.outbound import FrameTurn, Send, SenderCounters, next_attempt
 from kv_transfer.packing import PackedFrame, pack_frame
+from kv_transfer.peers import PeerTable
 from kv_transfer.planning import Computing
+from kv_transfer.preparing import SendMaker, refusal
 from kv_transfer.session import (
     AbortSend,
-    Acked,
     CommitConfirmed,
     Computed,
-    Disconnected,
     FailureKind,
     Finish,
     FrameDropped,
     FrameSent,
-    FrameTask,
     LayersDone,
-    Nacked,
-    Refused,
     SendAbort,
     SendDone,
     SendEffect,
     SendEvent,
     SendFailure,
     SendManifest,
-    SendPlan,
-    SendSession,
     Tick,
 )
+from kv_transfer.site import local_offer
 from kv_transfer.threads import CrashGuard, check_cores, pin_thread
 from kv_transfer.transport import KvStore, SendOutcome
-from kv_transfer.transports.grpc_push import GrpcPushLink
+from kv_transfer.transports.catalog import SendLanes
 from pdcore.clock import Clock
 from pdcore.config import TransferConfig
-from pdcore.errors import FrameError, HandshakeRefused, TicketError, TransferError, TransferTimeout
+from pdcore.costs import CodecCost
+from pdcore.errors import FrameError, TicketError, TransferError, TransferTimeout
 from pdcore.faults import FaultPoints
-from pdcore.types import DTYPE_BYTES, KvEndpoint, KvTicket, RequestKey
+from pdcore.types import KvTicket, RequestKey
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +75,8 @@ class KvSender:
         layers_done: step id -> layers of that step whose KV is in the cache; 0 if it is not the running step. Called
             from the pump, under the sender's lock: must be quick and take no lock.
         clock: of time-outs. faults: fault points of this process.
-        codecs: those that can be used.
+        codecs: those that can be used. costs: what is known of their speeds, by plain name; None for stated defaults.
+        device: where the cache lives, as torch names it.
         on_crash: told, once, that the pump has died of an error: nothing is sent any more, and no `on_done` follows.
             Called from the pump; must not block. None: it is only logged.
     """
@@ -93,14 +92,13 @@ class KvSender:
         clock: Clock,
         faults: FaultPoints,
         codecs: CodecRegistry = STANDARD,
+        costs: Mapping[str, CodecCost] | None = None,
+        device: str = "cpu",
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         check_cores("transfer.cpu_affinity", config.cpu_affinity)
-        self._worker_id = worker_id
-        self._incarnation = incarnation
         self._store = store
         self._config = config
-        self._codecs = codecs
         self._layers_done = layers_done
         self._clock = clock
         self._faults = faults
@@ -108,17 +106,39 @@ class KvSender:
         self._changed = threading.Condition(self._lock)
         self._sends: dict[RequestKey, Send] = {}
         self._turns: deque[Send] = deque()  # the order in which sends are served, round and round
-        self._peers: dict[tuple[str, str], Peer] = {}
         self._effects: deque[tuple[Send, SendEffect]] = deque()
         self._counters = SenderCounters()
         self._closing = False
+        offer = local_offer(config.transport, config.interface, device)
+        self._lanes = SendLanes(offer, device, config.lane_timeout_s, config.cpu_affinity)
+        self._maker = SendMaker(store.geometry, config, codecs)
+        dtype = store.geometry.dtype
+        self._chooser = CodecChooser(codecs, dtype, assumed_costs(codecs, dtype) if costs is None else costs)
+        self._peers = PeerTable(
+            worker_id=worker_id,
+            incarnation=incarnation,
+            geometry=store.geometry,
+            offer=offer,
+            config=config,
+            clock=clock,
+            counters=self._counters,
+            lanes=self._lanes,
+            chooser=self._chooser,
+            changed=self._changed,
+            on_event=self._event,
+        )
         self._pump = threading.Thread(target=CrashGuard(on_crash).run, args=(self._run,), name="kv-send", daemon=True)
         self._pump.start()
 
     # --- the owner ------------------------------------------------------------------------------------------------
 
     def open(
-        self, key: RequestKey, ticket: KvTicket, block_ids: Sequence[int], on_done: Callable[[SendOutcome], None]
+        self,
+        key: RequestKey,
+        ticket: KvTicket,
+        block_ids: Sequence[int],
+        on_done: Callable[[SendOutcome], None],
+        codec: str = "",
     ) -> None:
         """Begin a send. The stream to the ticket's worker is opened at once if there is none.
 
@@ -126,18 +146,19 @@ class KvSender:
             block_ids: the request's block table; pinned by the caller until `on_done`.
             on_done: called exactly once, from the pump, when no gather of this request is in flight or will start.
                 It must not block.
+            codec: the request's: a plain name or ``auto``; empty for the configured one.
 
         Raises:
             TransferError: the ticket cannot be met: no common codec, another transport, another range of heads, no
                 incarnation, too few blocks; or the request is open already; or the sender is closing.
         """
-        send = self._new_send(key, ticket, block_ids, on_done)
+        send = self._maker.make(key, ticket, block_ids, on_done, codec=codec, now=self._clock.now())
         with self._changed:
             if self._closing:
                 raise TransferError("the sender is closing")
             if key in self._sends:
-                raise _refusal(f"request {key.request_id} attempt {key.attempt} is being sent already")
-            self._attach(send)
+                raise refusal(f"request {key.request_id} attempt {key.attempt} is being sent already")
+            self._peers.attach(send)
             self._sends[key] = send
             self._turns.append(send)
             self._changed.notify_all()
@@ -168,111 +189,25 @@ class KvSender:
     def counters(self) -> SenderCounters:
         """A copy of the counters."""
         with self._lock:
-            return replace(self._counters)
+            return self._counters.copy()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Abort every send, end every stream, and wait for the threads at most this long. Idempotent."""
         with self._changed:
             self._closing = True
+            self._peers.start_closing()
             for send in list(self._sends.values()):
                 self._event(send, AbortSend("the prefill worker is shutting down"))
             self._changed.notify_all()
         deadline = self._clock.now() + timeout_s
         self._pump.join(timeout_s)
         with self._lock:
-            links = [peer.link for peer in self._peers.values() if peer.link is not None]
+            links = self._peers.links()
         for link in links:
             link.finish()  # all at once: what one of them waits for must not be taken from the others' time
         for link in links:
             link.close(max(0.0, deadline - self._clock.now()))
-
-    # --- opening --------------------------------------------------------------------------------------------------
-
-    def _new_send(
-        self, key: RequestKey, ticket: KvTicket, block_ids: Sequence[int], on_done: Callable[[SendOutcome], None]
-    ) -> Send:
-        geometry = self._store.geometry
-        if not ticket.worker_incarnation:
-            raise _refusal("the ticket names no incarnation of the decode worker")
-        if not 0 <= ticket.prefix_tokens < ticket.num_tokens <= len(block_ids) * geometry.block_size:
-            raise _refusal(
-                f"a ticket for tokens [{ticket.prefix_tokens}, {ticket.num_tokens}) and {len(block_ids)} blocks of "
-                f"{geometry.block_size} tokens"
-            )
-        endpoint = self._endpoint(ticket)
-        codec = self._codecs.choose(self._config.codec, ticket.codecs, geometry.dtype)
-        limits = FrameLimits.for_ticket(
-            ref=TicketRef(ticket.ticket_id, ticket.generation),
-            key=key,
-            geometry=geometry,
-            token_start=ticket.prefix_tokens,
-            token_end=ticket.num_tokens,
-            codecs=(wire_name(codec.name, codec.calibration),),
-        )
-        now = self._clock.now()
-        return Send(
-            key=key,
-            session=SendSession(self._plan(limits)),
-            limits=limits,
-            codec=codec,
-            block_ids=tuple(block_ids),
-            on_done=on_done,
-            peer=Peer(endpoint.address, ticket.worker_incarnation, now, now),
-            opened_at=now,
-        )
-
-    def _endpoint(self, ticket: KvTicket) -> KvEndpoint:
-        heads = self._store.geometry.num_kv_heads
-        usable = [endpoint for endpoint in ticket.endpoints if endpoint.transport == self._config.transport]
-        if not usable:
-            offered = ", ".join(endpoint.transport for endpoint in ticket.endpoints) or "nothing"
-            raise _refusal(f"no common transport: ours is {self._config.transport}, theirs {offered}")
-        whole = [endpoint for endpoint in usable if (endpoint.head_start, endpoint.head_count) == (0, heads)]
-        if not whole:
-            ranges = ", ".join(f"[{e.head_start}, {e.head_start + e.head_count})" for e in usable)
-            raise _refusal(f"no endpoint takes heads [0, {heads}); theirs take {ranges}")
-        return whole[0]
-
-    def _plan(self, limits: FrameLimits) -> SendPlan:
-        """Frames of about `frame_bytes`, and never so large that two would not fit in the credit."""
-        config = self._config
-        per_layer = 2 * limits.head_count * limits.head_dim * DTYPE_BYTES[limits.dtype]
-        bound = config.credit_bytes // 2
-        tokens = min(config.frame_tokens, MAX_FRAME_TOKENS)
-        while tokens > 1 and limits.frame_bound(FrameSpan(0, 1, 0, tokens)) > bound:
-            tokens //= 2
-        header = limits.frame_bound(FrameSpan(0, 1, 0, tokens)) - tokens * per_layer
-        return SendPlan(
-            key=limits.key,
-            ref=limits.ref,
-            num_layers=limits.num_layers,
-            token_start=limits.token_start,
-            token_end=limits.token_end,
-            frame_tokens=tokens,
-            frame_bytes=min(config.frame_bytes, bound - header),
-            layer_token_bytes=per_layer,
-            max_frame_retries=config.max_frame_retries,
-            timeout_s=config.send_timeout_s,
-        )
-
-    def _attach(self, send: Send) -> None:
-        """Give a send its stream; under the lock."""
-        name = (send.peer.address, send.peer.incarnation)
-        peer = self._peers.get(name)
-        if peer is None:
-            now = self._clock.now()
-            peer = Peer(*name, opened_at=now, heard_at=now)
-            self._peers[name] = peer
-            self._counters.links += 1
-            peer.link = GrpcPushLink(
-                peer.address,
-                hello(self._worker_id, self._incarnation, peer.incarnation, self._store.geometry),
-                _PeerListener(self, peer),
-                message_bytes=self._config.message_bytes,
-                cores=self._config.cpu_affinity,
-            )
-        send.peer = peer
-        peer.sends[send.limits.ref] = send
+        self._lanes.close(max(0.0, deadline - self._clock.now()))
 
     # --- events ---------------------------------------------------------------------------------------------------
 
@@ -285,74 +220,21 @@ class KvSender:
 
     def _event(self, send: Send, event: SendEvent) -> None:
         """Feed the state machine; under the lock. What it says is done by the pump, in order."""
-        for effect in send.session.on_event(event, self._clock.now()):
+        now = self._clock.now()
+        match event:
+            case Computing(token_start, token_end, _):
+                send.chunk = (token_end - token_start, now)
+            case Computed() if send.chunk is not None:
+                tokens, began_at = send.chunk
+                self._chooser.pace.add(tokens, now - began_at)
+                send.chunk = None
+            case Finish():
+                send.finished_at = now
+            case CommitConfirmed() if send.forecast is not None and send.finished_at is not None:
+                link, codec, seconds = send.forecast
+                link.came_out(codec, seconds, now - send.finished_at, now)
+        for effect in send.session.on_event(event, now):
             self._effects.append((send, effect))
-
-    def reply_arrived(self, peer: Peer, reply: PushReply) -> None:
-        """The receiver said something; called from its link's reader."""
-        with self._changed:
-            peer.heard_at = self._clock.now()
-            match reply:
-                case Welcome():
-                    self._welcomed(peer, reply)
-                case FrameAck(ref, frame_index, credit_bytes):
-                    self._credit(peer, credit_bytes)
-                    self._peer_event(peer, ref, Acked(frame_index))
-                case FrameNack(ref, frame_index, credit_bytes, retryable, reason):
-                    self._credit(peer, credit_bytes)
-                    self._peer_event(peer, ref, Nacked(frame_index, retryable, reason))
-                case Committed(ref):
-                    self._peer_event(peer, ref, CommitConfirmed())
-                case TicketRefused(ref, reason):
-                    self._peer_event(peer, ref, Refused(reason))
-            self._changed.notify_all()
-
-    def _welcomed(self, peer: Peer, reply: Welcome) -> None:
-        try:
-            check_welcome(reply, peer.incarnation, self._store.geometry)
-        except HandshakeRefused as error:
-            self._drop_peer(peer, str(error), refused=True)
-            return
-        peer.window = peer.credit = reply.credit_bytes
-
-    def _credit(self, peer: Peer, credit_bytes: int) -> None:
-        peer.credit += credit_bytes
-        if peer.link is not None:
-            self._counters.unacked_bytes -= credit_bytes
-
-    def _peer_event(self, peer: Peer, ref: TicketRef, event: SendEvent) -> None:
-        send = peer.sends.get(ref)
-        if send is not None:
-            self._event(send, event)
-
-    def link_closed(self, peer: Peer, reason: str, refused: bool) -> None:
-        """The stream to a receiver is gone; called from its reader, once."""
-        with self._changed:
-            self._drop_peer(peer, reason, refused)
-            self._changed.notify_all()
-
-    def _drop_peer(self, peer: Peer, reason: str, refused: bool) -> None:
-        """Forget a stream, and end or move the sends that relied on it; under the lock."""
-        if peer.link is None:
-            return
-        peer.link.cancel()
-        peer.link = None
-        self._counters.unacked_bytes -= peer.window - peer.credit
-        del self._peers[peer.address, peer.incarnation]
-        sends = list(peer.sends.values())
-        peer.sends.clear()
-        for send in sends:
-            # An idle stream may have died unnoticed. A ticket listens to the stream of its first frame, so a send
-            # that has sent nothing may start over on a new one; once.
-            if (
-                send.session.active
-                and not send.session.started
-                and not (refused or send.reconnected or self._closing)
-            ):
-                send.reconnected = True
-                self._attach(send)
-            else:
-                self._event(send, Disconnected(reason))
 
     # --- the pump -------------------------------------------------------------------------------------------------
 
@@ -363,16 +245,19 @@ class KvSender:
                 self._watch()
                 effects = list(self._effects)
                 self._effects.clear()
-                work = self._next_frame() if not effects else None
-                if not effects and work is None:
+                opening = None if effects else self._peers.lane_to_open(self._clock.now())
+                turn = None if effects or opening else self._next_frame()
+                if not (effects or opening or turn):
                     if self._closing and not self._sends:
                         return
                     self._changed.wait(self._pause())
                     continue
             for send, effect in effects:
                 self._perform(send, effect)
-            if work is not None:
-                self._send_frame(*work)
+            if opening is not None:
+                self._peers.open_lane(*opening)
+            if turn is not None:
+                self._send_frame(turn)
 
     def _watch(self) -> None:
         """Look at the clock and at the running step; under the lock."""
@@ -386,12 +271,10 @@ class KvSender:
             deadline = send.session.deadline()
             if deadline is not None and now >= deadline:
                 self._event(send, Tick())
-        for peer in list(self._peers.values()):
-            if peer.window == 0 and now - peer.opened_at >= self._config.send_timeout_s:
-                self._drop_peer(peer, f"no welcome within {self._config.send_timeout_s} s", refused=True)
+        self._peers.watch(now)
 
-    def _next_frame(self) -> tuple[Send, FrameTask, int] | None:
-        """The next frame that is ready and has its credit, and that credit; under the lock."""
+    def _next_frame(self) -> FrameTurn | None:
+        """The next frame that is ready and has its credit; under the lock."""
         for _ in range(len(self._turns)):
             send = self._turns[0]
             self._turns.rotate(-1)
@@ -402,6 +285,10 @@ class KvSender:
             bound = send.limits.frame_bound(span)
             if bound > peer.credit and bound <= peer.window:
                 continue
+            lane = self._peers.lane_for(peer, next_attempt(send.session))
+            if lane is not None and not lane.lane.has_room(bound) and bound <= peer.window:
+                continue
+            chosen = self._choose(send, GRPC if lane is None else lane.transport)
             task = send.session.take_frame()
             assert task is not None
             if bound > peer.window:
@@ -410,8 +297,31 @@ class KvSender:
                 continue
             peer.credit -= bound
             self._unacked(bound)
-            return send, task, bound
+            return FrameTurn(send, task, bound, lane, chosen.codec)
         return None
+
+    def _choose(self, send: Send, transport: str) -> Chosen:
+        """The codec of a send: chosen when its first frame is ready, and once more when its link was measured."""
+        now, address = self._clock.now(), send.peer.address
+        chosen = send.chosen
+        if chosen is None or (not chosen.final and self._chooser.link(address, transport).meter.measured(now)):
+            planner = send.session.planner
+            others = (other.session.planner.ready_bytes for other in self._turns if other is not send)
+            chosen = send.chosen = self._chooser.choose(
+                send.asked,
+                send.limits.codecs,
+                address,
+                transport,
+                raw_bytes=max(1, planner.left_bytes),
+                frame_bytes=send.session.plan.frame_bytes,
+                hidden_s=send.hidden_s(self._chooser.pace.seconds_per_token, now),
+                encoder_queue_bytes=sum(others),
+                now=now,
+            )
+            send.forecast = None
+            if chosen.forecast_s is not None and not send.session.started:
+                send.forecast = Forecast(chosen.link, chosen.codec.name, chosen.forecast_s)
+        return chosen
 
     def _unacked(self, more: int) -> None:
         counters = self._counters
@@ -425,32 +335,44 @@ class KvSender:
         watching = any(send.session.watched_step is not None and send.peer.credit > 0 for send in self._turns)
         return _POLL_S if watching else _TICK_S
 
-    def _send_frame(self, send: Send, task: FrameTask, reserved: int) -> None:
+    def _send_frame(self, turn: FrameTurn) -> None:
+        send, task, reserved = turn.send, turn.task, turn.reserved
         packed: PackedFrame | None = None
+        loaded: LoadedFrame | None = None
         problem = ""
         span = task.span
+        started = self._clock.now()
         try:
             self._faults.hit("prefill.before_frame")
             values = self._store.gather(
                 span.layer_start, span.layer_count, send.block_ids, span.token_start, span.token_count
             )
-            packed = pack_frame(values, send.limits, span, send.codec)
+            packed = pack_frame(values, send.limits, span, turn.codec)
         except Exception as error:
             # Whatever the cache objects to, this send must end and its gather must count as over.
             logger.exception("gathering frame %d of %s failed", task.frame_index, send.key)
             problem = f"gather failed: {error}"
+        if packed is not None and turn.lane is not None:
+            loaded = turn.lane.lane.load(packed.data)
         with self._changed:
+            now = self._clock.now()
             peer = send.peer
             if packed is None or peer.link is None or not send.session.active:
                 if peer.link is not None:
                     peer.credit += reserved
                     self._unacked(-reserved)
+                if turn.lane is not None and loaded is not None:
+                    turn.lane.lane.unload(loaded)
                 self._event(send, FrameDropped(task.frame_index, problem))
                 return
             size = len(packed.data)
             peer.credit += reserved - size
             self._unacked(size - reserved)
-            peer.link.post_frame(send.limits.ref, task.frame_index, task.attempt, packed.data)
+            transport = self._peers.post(turn, packed.data, loaded)
+            raw_bytes, codec = values.nbytes, turn.codec.name
+            self._chooser.encoded(codec, raw_bytes, size, now - started, now)
+            link = self._chooser.link(peer.address, transport)
+            link.posted(send.limits.ref, task.frame_index, codec, raw_bytes=raw_bytes, wire_bytes=size, now=now)
             self._counters.frames += 1
             self._counters.wire_bytes += size
             self._counters.retries += task.attempt > 0
@@ -462,6 +384,8 @@ class KvSender:
                 self._faults.hit("prefill.before_manifest")
                 link = send.peer.link
                 if link is not None:
+                    assert send.chosen is not None, "every frame is sent"
+                    manifest = replace(manifest, codec_reason=send.chosen.reason[:MAX_REASON_CHARS])
                     link.post_manifest(manifest, lambda: self._faults.hit("prefill.after_manifest"))
             case SendAbort(reason):
                 link = send.peer.link
@@ -479,7 +403,7 @@ class KvSender:
             silent = now - send.peer.heard_at >= self._config.send_timeout_s
             if failure is not None and failure.kind is FailureKind.TIMEOUT and silent:
                 # Not one word for as long: the next send should find a new stream.
-                self._drop_peer(send.peer, "the receiver is silent", refused=False)
+                self._peers.drop(send.peer, "the receiver is silent", refused=False)
         outcome = SendOutcome(
             key=send.key,
             error=None if failure is None else _error(failure),
@@ -493,31 +417,10 @@ class KvSender:
             logger.exception("on_done of %s failed", send.key)
 
 
-class _PeerListener:
-    """`LinkListener` of one peer."""
-
-    def __init__(self, sender: KvSender, peer: Peer) -> None:
-        self._sender = sender
-        self._peer = peer
-
-    def on_reply(self, reply: PushReply) -> None:
-        self._sender.reply_arrived(self._peer, reply)
-
-    def on_closed(self, reason: str, refused: bool) -> None:
-        self._sender.link_closed(self._peer, reason, refused)
-
-
-def _refusal(problem: str) -> TransferError:
-    """A `TransferError` that trying again cannot cure."""
-    error = TransferError(problem)
-    error.retryable = False
-    return error
-
-
 def _error(failure: SendFailure) -> TransferError:
     match failure.kind:
         case FailureKind.ABORTED:
-            return _refusal(f"aborted: {failure.reason}")
+            return refusal(f"aborted: {failure.reason}")
         case FailureKind.REFUSED:
             return TicketError(failure.reason)
         case FailureKind.FRAME:

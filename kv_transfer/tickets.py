@@ -302,7 +302,8 @@ class TicketTable:
             return self._end(session, f"the manifest does not fit: {problem}", failed=True)
         assert session.manifest is not None
         session.phase = TicketPhase.COMMITTING
-        return (CommitTicket(session.ref, session.key, session.manifest.first_token, session.counts),)
+        manifest = session.manifest
+        return (CommitTicket(session.ref, session.key, manifest.first_token, session.counts, manifest.codec_reason),)
 
     def _end(self, session: ReceiveSession, reason: str, failed: bool, tell: bool = True) -> tuple[TicketEffect, ...]:
         if session.phase is not TicketPhase.OPEN:

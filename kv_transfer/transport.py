@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kv_transfer.manifest import Manifest, TicketRef
-from kv_transfer.messages import PushMessage, PushReply
+from kv_transfer.messages import LaneClose, LaneFrame, LaneOpen, PushMessage, PushReply
 from pdcore.errors import TransferError
 from pdcore.types import KvGeometry, KvTransferStats, RequestKey
 
@@ -92,6 +92,10 @@ class PushLink(Protocol):
 
     def post_abort(self, ref: TicketRef, reason: str) -> None:
         """Tell the receiver that a ticket will not be filled."""
+        ...
+
+    def post_lane(self, message: LaneOpen | LaneFrame | LaneClose) -> None:
+        """Say something about a lane beside the stream."""
         ...
 
     def cancel(self) -> None:

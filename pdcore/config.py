@@ -8,12 +8,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdcore.costs import AUTO
 from pdcore.errors import ConfigError
 from pdcore.faults import FAULT_POINTS, FaultPlan
 from pdcore.types import DTYPE_BYTES, Role
 
-CODECS = ("raw", "bexp-zstd", "zstd")
-TRANSPORTS = ("grpc",)
+LOSSLESS_CODECS = ("raw", "zstd", "bexp-zstd", "bexp3")
+LOSSY_CODECS = ("q8", "q8-zstd", "k6v4", "k4v4", "tc4", "fp8")
+CODECS = LOSSLESS_CODECS + LOSSY_CODECS
+CODEC_DTYPES = {
+    "bexp-zstd": ("bfloat16", "float16"),
+    "bexp3": ("bfloat16",),
+    "k6v4": ("bfloat16", "float16"),
+    "k4v4": ("bfloat16", "float16"),
+    "tc4": ("bfloat16", "float16"),
+}
+"""Cache dtypes that a codec can pack, if not all."""
+CODEC_CHOICES = (AUTO, *CODECS)
+"""What `kv_codec` may be, of a request, a class or the cluster; a worker may lack some of them."""
+TRANSPORTS = ("grpc", "shm", "collective", "nixl")
+TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
+"""What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
 
@@ -31,15 +46,24 @@ class SchedulerConfig:
         max_num_batched_tokens: token budget of one step.
         max_num_seqs: sequences in one step at most.
         prefill_chunk_tokens: prompt tokens of one sequence in one step at most.
+        local_prefill_tokens: prompt tokens that a decode worker offers to compute beside its decodes, when it holds
+            the beginning of the prompt; 0 is never.
     """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     prefill_chunk_tokens: int = 512
+    local_prefill_tokens: int = 64
 
     def __post_init__(self) -> None:
         for key in ("max_num_batched_tokens", "max_num_seqs", "prefill_chunk_tokens"):
             _require(getattr(self, key) >= 1, f"scheduler.{key}", getattr(self, key), "an integer >= 1")
+        _require(
+            self.local_prefill_tokens >= 0,
+            "scheduler.local_prefill_tokens",
+            self.local_prefill_tokens,
+            "an integer >= 0",
+        )
         _require(
             self.max_num_seqs <= self.max_num_batched_tokens,
             "scheduler.max_num_seqs",
@@ -60,6 +84,7 @@ class EngineConfig:
         max_model_len: prompt and output tokens of one sequence; None takes the model's own limit.
         threads: intra-op threads of the engine; 0 leaves torch's default.
         cpu_affinity: cores of the engine's threads; empty leaves them free.
+        prefix_cache: whether full blocks are kept for prompts that begin alike, as long as memory is not wanted.
     """
 
     model_path: str
@@ -71,6 +96,7 @@ class EngineConfig:
     max_model_len: int | None = None
     threads: int = 0
     cpu_affinity: tuple[int, ...] = ()
+    prefix_cache: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
@@ -92,8 +118,13 @@ class TransferConfig:
     """KV transfer, both sides.
 
     Attributes:
-        codec: codec that a prefill worker uses if the ticket accepts it.
-        transport: how frames travel.
+        codec: codec of the requests that ask for none, if the ticket accepts it; ``auto`` takes whichever lossless
+            one is fastest.
+        calibration: file that `pdserve calibrate` made for the model; a worker without it lacks the codec `tc4`.
+        transport: how frames travel, where both ends can; ``auto`` takes shared memory on one host, a process group
+            between two GPUs, else gRPC. What fails gives way to the next best, gRPC last.
+        interface: network interface, or address of one, that process groups bind to; empty is loopback.
+        max_pairs: process groups that a worker is in at most; idle ones make room for new ones.
         message_bytes: size of one transport message's payload, about.
         frame_tokens: tokens per frame at most (<= 256).
         frame_bytes: layers are grouped until a frame has about this many raw bytes.
@@ -105,8 +136,11 @@ class TransferConfig:
         receive_threads: threads that decode and scatter. cpu_affinity: their cores; empty leaves them free.
     """
 
-    codec: str = "bexp-zstd"
-    transport: str = "grpc"
+    codec: str = AUTO
+    calibration: str = ""
+    transport: str = AUTO
+    interface: str = ""
+    max_pairs: int = 64
     message_bytes: int = 256 * 1024
     frame_tokens: int = 256
     frame_bytes: int = 256 * 1024
@@ -119,8 +153,17 @@ class TransferConfig:
     cpu_affinity: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.codec in CODECS, "transfer.codec", self.codec, ", ".join(CODECS))
-        _require(self.transport in TRANSPORTS, "transfer.transport", self.transport, ", ".join(TRANSPORTS))
+        _require(self.codec in CODEC_CHOICES, "transfer.codec", self.codec, ", ".join(CODEC_CHOICES))
+        _require(
+            self.codec != "tc4" or bool(self.calibration),
+            "transfer.calibration",
+            self.calibration,
+            "a file made by `pdserve calibrate`, which transfer.codec tc4 needs",
+        )
+        _require(
+            self.transport in TRANSPORT_CHOICES, "transfer.transport", self.transport, ", ".join(TRANSPORT_CHOICES)
+        )
+        _require(self.max_pairs >= 1, "transfer.max_pairs", self.max_pairs, "an integer >= 1")
         _require(
             4096 <= self.message_bytes <= 8 << 20,
             "transfer.message_bytes",
@@ -145,6 +188,11 @@ class TransferConfig:
         )
         _require(self.max_frame_retries >= 0, "transfer.max_frame_retries", self.max_frame_retries, "an integer >= 0")
         _require(self.receive_threads >= 1, "transfer.receive_threads", self.receive_threads, "an integer >= 1")
+
+    @property
+    def lane_timeout_s(self) -> float:
+        """How long a way for frames may stay silent until they are sent another way: in time to save their send."""
+        return self.send_timeout_s / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +237,21 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KvCodecByClass:
+    """Codec of the KV transfers of each class of requests; empty leaves it to the prefill worker's setting."""
+
+    interactive: str = ""
+    standard: str = ""
+    batch: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("interactive", "standard", "batch"):
+            codec = getattr(self, name)
+            allowed = f"nothing, or one of {', '.join(CODEC_CHOICES)}"
+            _require(codec in ("", *CODEC_CHOICES), f"router.kv_codec_by_class.{name}", codec, allowed)
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """One router.
 
@@ -205,9 +268,12 @@ class RouterConfig:
         max_running_per_worker: requests on one decode worker at most.
         max_replays: how often a request is run again after worker deaths.
         client_stall_timeout_s: seconds without the client taking a token until it is cancelled.
+        worker_wait_s: seconds that requests wait while there is no worker that could take them; a restart takes as
+            long as loading the model.
         heartbeat_s, dead_after_s: as for workers.
         max_message_bytes: gRPC message limit, both ways.
         drain_timeout_s: seconds that running requests get after SIGTERM.
+        kv_codec_by_class: codecs of the requests that ask for none.
     """
 
     router_id: str
@@ -222,10 +288,12 @@ class RouterConfig:
     max_running_per_worker: int = 64
     max_replays: int = 3
     client_stall_timeout_s: float = 120.0
+    worker_wait_s: float = 60.0
     heartbeat_s: float = 0.5
     dead_after_s: float = 3.0
     max_message_bytes: int = 16 * 1024 * 1024
     drain_timeout_s: float = 30.0
+    kv_codec_by_class: KvCodecByClass = field(default_factory=KvCodecByClass)
 
     def __post_init__(self) -> None:
         _require(0 <= self.grpc_port < 65536, "router.grpc_port", self.grpc_port, "0 to 65535")
@@ -244,6 +312,7 @@ class RouterConfig:
             self.client_stall_timeout_s,
             "a number > 0",
         )
+        _require(self.worker_wait_s >= 0, "router.worker_wait_s", self.worker_wait_s, "a number >= 0")
         _require(self.heartbeat_s > 0, "router.heartbeat_s", self.heartbeat_s, "a number > 0")
         _require(
             self.dead_after_s >= 2 * self.heartbeat_s,

@@ -74,6 +74,8 @@ class RequestSpec:
         delivered: tokens that the client already has, from earlier attempts; they are forced, never
             sampled again. The first token that a worker reports has index ``len(delivered)``.
         token_window: how many tokens may be reported before the router returns credit.
+        cache_salt: requests share cached KV only with those of the same salt.
+        kv_codec: codec of its KV transfer, or ``auto``; empty for the prefill worker's setting.
     """
 
     key: RequestKey
@@ -81,6 +83,8 @@ class RequestSpec:
     params: SamplingParams
     delivered: tuple[int, ...] = ()
     token_window: int = 64
+    cache_salt: str = ""
+    kv_codec: str = ""
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
@@ -143,6 +147,8 @@ class KvTicket:
         lease_s: seconds, on the decode worker's clock, without a renewal until the ticket expires.
         codecs: accepted codec names, preferred first.
         endpoints: one per head range.
+        run_here: so little is missing that the decode worker would rather compute it than have it sent: it asks for
+            `generate` in the ticket's place (after an abort of the ticket). The ticket is good all the same.
     """
 
     ticket_id: int
@@ -153,6 +159,7 @@ class KvTicket:
     lease_s: float
     codecs: tuple[str, ...]
     endpoints: tuple[KvEndpoint, ...]
+    run_here: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +167,14 @@ class KvTransferStats:
     """One transfer as the receiver counted it.
 
     Attributes:
-        blocks: blocks of the decode worker that were filled.
+        blocks: blocks of the decode worker that were filled; held prefixes are not among them.
         raw_bytes: KV bytes after decoding.
         wire_bytes: frame bytes received, headers and repeats included.
         codec: codec of most frames' bytes. transport: how they came.
         seconds: from the first frame's first byte to the commit.
         frames: frames scattered. retries: frames that came more than once.
+        lossless: every bit of the KV is as the sender had it, whatever codecs it came through.
+        codec_reason: why the sender chose its codec, for people.
     """
 
     blocks: int
@@ -176,6 +185,8 @@ class KvTransferStats:
     seconds: float
     frames: int = 0
     retries: int = 0
+    lossless: bool = True
+    codec_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +197,16 @@ class WorkerLoad:
         step: engine steps done.
         waiting, running, paused: sequences by state.
         queued_prefill_tokens: prompt tokens admitted and not yet computed.
-        free_blocks, total_blocks, reserved_blocks: KV pool; reserved are owned by uncommitted tickets.
+        free_blocks, total_blocks, reserved_blocks: KV pool; free are those that can be given away, cached ones that
+            nobody uses included; reserved are allocated to uncommitted tickets.
         open_tickets, open_sends: transfers under way.
         preemptions: sequences preempted.
         recomputed_tokens: prompt tokens computed again, by reason (``preempt``, ``rebuild``, ``replay``).
         step_ms: mean duration of the recent steps.
         progress: grows while the engine's loop lives, within a long step too; a worker with work and without
             progress is stuck.
+        cached_blocks: blocks in the prefix cache, used or not. cached_tokens: prompt tokens that were not computed
+            because it had them.
     """
 
     step: int = 0
@@ -209,6 +223,8 @@ class WorkerLoad:
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
     step_ms: float = 0.0
     progress: int = 0
+    cached_blocks: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class PrefillWorker:
             incarnation=self.incarnation,
             store=runtime.runner.cache,
             config=self.config.transfer,
+            device=self.config.engine.device,
             codecs=runtime.codecs,
             costs=quick_costs(runtime.codecs, runtime.runner.geometry),
             layers_done=runtime.runner.progress.layers_of,

@@ -1,4 +1,4 @@
-"""Makes OpenMP share its cores with others. Must be called before torch is imported."""
+"""Makes OpenMP and BLAS share their cores with others. Must be called before torch and numpy are imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SPINS = "2000"
 
 
 def share_cores() -> None:
-    """Let OpenMP threads spin briefly, then sleep, at the end of a parallel region.
+    """Let OpenMP threads spin briefly, then sleep, at the end of a parallel region; keep numpy's BLAS to its caller.
 
     By default they spin for milliseconds and keep the core from whoever would end their wait: with two busy processes
     beside it on two cores, a chain of small matrix products took five to eight times as long. Sleeping at once
@@ -18,3 +18,5 @@ def share_cores() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+    # Codecs multiply matrices on transfer threads, through numpy: a pool of its own would take the engine's cores.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

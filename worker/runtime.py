@@ -25,9 +25,13 @@ from engine.engine import Engine
 from engine.loader import load_runner
 from engine.sequence import SequenceKind
 from engine.step import ModelRunner
+from kv_transfer.codecs.registry import worker_codecs
+from kv_transfer.native.library import native_status
+from kv_transfer.negotiation import may_use
 from kv_transfer.threads import check_cores
+from kv_transfer.transports.catalog import available_transports
 from pdcore.clock import Clock, MonotonicClock
-from pdcore.config import CODECS, TRANSPORTS, WorkerConfig
+from pdcore.config import WorkerConfig
 from pdcore.errors import ConfigError, InvalidRequest, PdserveError
 from pdcore.faults import FaultPoints
 from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, Role, SamplingParams, WorkerLoad
@@ -96,8 +100,11 @@ class WorkerRuntime:
         check_cores("engine.cpu_affinity", config.engine.cpu_affinity)
         check_cores("transfer.cpu_affinity", config.transfer.cpu_affinity)
         _set_threads(config.engine.threads)
+        # Here, not at the first transfer: it may have to be compiled first.
+        logger.info("native code of the KV codecs: %s", native_status())
         runner = self._make_runner(config)
         self.runner = runner
+        self.codecs = worker_codecs(config.transfer.calibration, runner.geometry)
         self.engine = Engine(
             runner,
             config.engine,
@@ -209,7 +216,7 @@ class WorkerRuntime:
         self.handler.revoke(ticket_owner)
 
     def _welcome(self) -> worker_pb2.Welcome:
-        engine = self.config.engine
+        engine, dtype = self.config.engine, self.runner.geometry.dtype
         return worker_pb2.Welcome(
             protocol=PROTOCOL_VERSION,
             worker_id=self.config.worker_id,
@@ -217,11 +224,17 @@ class WorkerRuntime:
             role=role_to_proto(self.config.role),
             model=model_to_proto(self.runner.model),
             geometry=geometry_to_proto(self.runner.geometry),
-            codecs=CODECS,
-            transports=TRANSPORTS,
+            codecs=self.codecs.usable(self.codecs.fitting(dtype), dtype),
+            transports=self._transports(),
             max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
             max_num_seqs=engine.scheduler.max_num_seqs,
         )
+
+    def _transports(self) -> tuple[str, ...]:
+        """Ways for KV that this worker has and may use; a worker that takes no part in transfers has none."""
+        if self.config.role is Role.AGGREGATED:
+            return ()
+        return may_use(self.config.transfer.transport, available_transports())
 
     def _serve(self) -> None:
         affinity = self.config.transfer.cpu_affinity
@@ -259,6 +272,8 @@ class WorkerRuntime:
             model=model_to_proto(self.runner.model),
             geometry=geometry_to_proto(self.runner.geometry),
             pid=os.getpid(),
+            native_code=native_status(),
+            transports=self._transports(),
         )
         self._registration = Registration(
             controller=self.config.controller,

@@ -14,7 +14,16 @@ from typing import Any
 import grpc
 
 from kv_transfer.manifest import Manifest, TicketRef
-from kv_transfer.messages import Abort, Hello, Piece, PushMessage, PushReply
+from kv_transfer.messages import (
+    Abort,
+    Hello,
+    LaneClose,
+    LaneFrame,
+    LaneOpen,
+    Piece,
+    PushMessage,
+    PushReply,
+)
 from kv_transfer.threads import pin_thread
 from kv_transfer.transport import LinkListener, PushStream, StreamListener
 from kv_transfer.transports.grpc_options import CHANNEL_OPTIONS
@@ -77,6 +86,9 @@ class GrpcPushLink:
 
     def post_abort(self, ref: TicketRef, reason: str) -> None:
         self._post((Abort(ref, reason), None))
+
+    def post_lane(self, message: LaneOpen | LaneFrame | LaneClose) -> None:
+        self._post((message, None))
 
     def cancel(self) -> None:
         self._call.cancel()

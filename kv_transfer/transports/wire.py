@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from kv_transfer.manifest import Manifest, TicketRef
+from kv_transfer.manifest import MAX_REASON_CHARS, Manifest
 from kv_transfer.messages import (
     Abort,
     Committed,
     FrameAck,
     FrameNack,
     Hello,
+    LaneAccept,
+    LaneClose,
+    LaneClosed,
+    LaneDown,
+    LaneFrame,
+    LaneOpen,
     Piece,
     PushMessage,
     PushReply,
     TicketRefused,
     Welcome,
 )
+from kv_transfer.transports import lane_wire
+from kv_transfer.transports.ref_wire import ref_from_proto, ref_to_proto
 from pdcore.errors import FrameError
 from pdcore.types import RequestKey
 from protos import kv_pb2
@@ -26,7 +34,7 @@ def message_to_proto(message: PushMessage) -> kv_pb2.PushMessage:
     match message:
         case Piece():
             chunk = kv_pb2.KvChunk(
-                ticket=_ref_to_proto(message.ref),
+                ticket=ref_to_proto(message.ref),
                 frame_index=message.frame_index,
                 offset=message.offset,
                 total=message.total,
@@ -37,19 +45,18 @@ def message_to_proto(message: PushMessage) -> kv_pb2.PushMessage:
         case Manifest():
             return kv_pb2.PushMessage(
                 manifest=kv_pb2.Manifest(
-                    ticket=_ref_to_proto(message.ref),
+                    ticket=ref_to_proto(message.ref),
                     request_id=message.key.request_id,
                     attempt=message.key.attempt,
                     num_tokens=message.num_tokens,
                     num_frames=message.num_frames,
                     first_token=message.first_token,
                     digest=message.digest,
+                    codec_reason=message.codec_reason,
                 )
             )
         case Abort():
-            return kv_pb2.PushMessage(
-                abort=kv_pb2.PushAbort(ticket=_ref_to_proto(message.ref), reason=message.reason)
-            )
+            return kv_pb2.PushMessage(abort=kv_pb2.PushAbort(ticket=ref_to_proto(message.ref), reason=message.reason))
         case Hello():
             return kv_pb2.PushMessage(
                 hello=kv_pb2.PushHello(
@@ -59,8 +66,15 @@ def message_to_proto(message: PushMessage) -> kv_pb2.PushMessage:
                     worker_incarnation=message.worker_incarnation,
                     receiver_incarnation=message.receiver_incarnation,
                     geometry=geometry_to_proto(message.geometry),
+                    transports=lane_wire.offer_to_proto(message.offer),
                 )
             )
+        case LaneFrame():
+            return kv_pb2.PushMessage(lane_frame=lane_wire.frame_to_proto(message))
+        case LaneOpen():
+            return kv_pb2.PushMessage(lane_open=lane_wire.open_to_proto(message))
+        case LaneClose(lane, reason):
+            return kv_pb2.PushMessage(lane_close=kv_pb2.LaneClose(lane=lane, reason=reason))
 
 
 def message_from_proto(message: kv_pb2.PushMessage) -> PushMessage:
@@ -69,7 +83,7 @@ def message_from_proto(message: kv_pb2.PushMessage) -> PushMessage:
         case "chunk":
             chunk = message.chunk
             return Piece(
-                ref=_ref_from_proto(chunk.ticket),
+                ref=ref_from_proto(chunk.ticket),
                 frame_index=chunk.frame_index,
                 attempt=getattr(chunk, "try"),
                 offset=chunk.offset,
@@ -79,15 +93,16 @@ def message_from_proto(message: kv_pb2.PushMessage) -> PushMessage:
         case "manifest":
             manifest = message.manifest
             return Manifest(
-                ref=_ref_from_proto(manifest.ticket),
+                ref=ref_from_proto(manifest.ticket),
                 key=RequestKey(manifest.request_id, manifest.attempt),
                 num_tokens=manifest.num_tokens,
                 num_frames=manifest.num_frames,
                 first_token=manifest.first_token,
                 digest=manifest.digest,
+                codec_reason=manifest.codec_reason[:MAX_REASON_CHARS],
             )
         case "abort":
-            return Abort(_ref_from_proto(message.abort.ticket), message.abort.reason)
+            return Abort(ref_from_proto(message.abort.ticket), message.abort.reason)
         case "hello":
             hello = message.hello
             return Hello(
@@ -97,7 +112,14 @@ def message_from_proto(message: kv_pb2.PushMessage) -> PushMessage:
                 worker_incarnation=hello.worker_incarnation,
                 receiver_incarnation=hello.receiver_incarnation,
                 geometry=geometry_from_proto(hello.geometry),
+                offer=lane_wire.offer_from_proto(hello),
             )
+        case "lane_frame":
+            return lane_wire.frame_from_proto(message.lane_frame)
+        case "lane_open":
+            return lane_wire.open_from_proto(message.lane_open)
+        case "lane_close":
+            return LaneClose(message.lane_close.lane, message.lane_close.reason)
         case _:
             raise FrameError("a push message of a kind that is not known here")
 
@@ -108,13 +130,17 @@ def reply_to_proto(reply: PushReply) -> kv_pb2.PushReply:
         case FrameAck():
             return kv_pb2.PushReply(
                 ack=kv_pb2.FrameAck(
-                    ticket=_ref_to_proto(reply.ref), frame_index=reply.frame_index, credit_bytes=reply.credit_bytes
+                    ticket=ref_to_proto(reply.ref),
+                    frame_index=reply.frame_index,
+                    credit_bytes=reply.credit_bytes,
+                    held_us=_microseconds(reply.held_s),
+                    work_us=_microseconds(reply.work_s),
                 )
             )
         case FrameNack():
             return kv_pb2.PushReply(
                 nack=kv_pb2.FrameNack(
-                    ticket=_ref_to_proto(reply.ref),
+                    ticket=ref_to_proto(reply.ref),
                     frame_index=reply.frame_index,
                     credit_bytes=reply.credit_bytes,
                     retryable=reply.retryable,
@@ -122,11 +148,9 @@ def reply_to_proto(reply: PushReply) -> kv_pb2.PushReply:
                 )
             )
         case Committed():
-            return kv_pb2.PushReply(committed=kv_pb2.Committed(ticket=_ref_to_proto(reply.ref)))
+            return kv_pb2.PushReply(committed=kv_pb2.Committed(ticket=ref_to_proto(reply.ref)))
         case TicketRefused():
-            return kv_pb2.PushReply(
-                refused=kv_pb2.TicketRefused(ticket=_ref_to_proto(reply.ref), reason=reply.reason)
-            )
+            return kv_pb2.PushReply(refused=kv_pb2.TicketRefused(ticket=ref_to_proto(reply.ref), reason=reply.reason))
         case Welcome():
             return kv_pb2.PushReply(
                 welcome=kv_pb2.PushWelcome(
@@ -135,24 +159,36 @@ def reply_to_proto(reply: PushReply) -> kv_pb2.PushReply:
                     geometry=geometry_to_proto(reply.geometry),
                     codecs=reply.codecs,
                     credit_bytes=reply.credit_bytes,
+                    transports=reply.negotiation.transports,
+                    left_out=lane_wire.left_out_to_proto(reply.negotiation),
+                    decode_rates=[kv_pb2.CodecRate(codec=name, bytes_s=rate) for name, rate in reply.decode_rates],
                 )
             )
+        case LaneAccept():
+            return kv_pb2.PushReply(lane_accept=lane_wire.accept_to_proto(reply))
+        case LaneDown(lane, reason):
+            return kv_pb2.PushReply(lane_down=kv_pb2.LaneDown(lane=lane, reason=reason))
+        case LaneClosed(lane):
+            return kv_pb2.PushReply(lane_closed=kv_pb2.LaneClosed(lane=lane))
 
 
 def reply_from_proto(reply: kv_pb2.PushReply) -> PushReply:
     """Receiver's message as it came in. Raises `FrameError` if it is of a kind that is not known here."""
     match reply.WhichOneof("reply"):
         case "ack":
-            return FrameAck(_ref_from_proto(reply.ack.ticket), reply.ack.frame_index, reply.ack.credit_bytes)
+            ack = reply.ack
+            return FrameAck(
+                ref_from_proto(ack.ticket), ack.frame_index, ack.credit_bytes, 1e-6 * ack.held_us, 1e-6 * ack.work_us
+            )
         case "nack":
             nack = reply.nack
             return FrameNack(
-                _ref_from_proto(nack.ticket), nack.frame_index, nack.credit_bytes, nack.retryable, nack.reason
+                ref_from_proto(nack.ticket), nack.frame_index, nack.credit_bytes, nack.retryable, nack.reason
             )
         case "committed":
-            return Committed(_ref_from_proto(reply.committed.ticket))
+            return Committed(ref_from_proto(reply.committed.ticket))
         case "refused":
-            return TicketRefused(_ref_from_proto(reply.refused.ticket), reply.refused.reason)
+            return TicketRefused(ref_from_proto(reply.refused.ticket), reply.refused.reason)
         case "welcome":
             welcome = reply.welcome
             return Welcome(
@@ -161,14 +197,18 @@ def reply_from_proto(reply: kv_pb2.PushReply) -> PushReply:
                 geometry=geometry_from_proto(welcome.geometry),
                 codecs=tuple(welcome.codecs),
                 credit_bytes=welcome.credit_bytes,
+                negotiation=lane_wire.negotiation_from_proto(welcome),
+                decode_rates=tuple((rate.codec, rate.bytes_s) for rate in welcome.decode_rates),
             )
+        case "lane_accept":
+            return lane_wire.accept_from_proto(reply.lane_accept)
+        case "lane_down":
+            return LaneDown(reply.lane_down.lane, reply.lane_down.reason)
+        case "lane_closed":
+            return LaneClosed(reply.lane_closed.lane)
         case _:
             raise FrameError("a push reply of a kind that is not known here")
 
 
-def _ref_to_proto(ref: TicketRef) -> kv_pb2.TicketRef:
-    return kv_pb2.TicketRef(ticket_id=ref.ticket_id, generation=ref.generation)
-
-
-def _ref_from_proto(ref: kv_pb2.TicketRef) -> TicketRef:
-    return TicketRef(ref.ticket_id, ref.generation)
+def _microseconds(seconds: float) -> int:
+    return min(max(0, round(1e6 * seconds)), 2**32 - 1)

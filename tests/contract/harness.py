@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 import torch
 
+from kv_transfer.inbound_lanes import InboundLane
+from kv_transfer.lane_board import OutboundLane
+from kv_transfer.lanes import ExpectedFrame
+from kv_transfer.manifest import TicketRef
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
 from kv_transfer.transport import SendOutcome
@@ -71,6 +77,55 @@ class Tamper(kv_pb2_grpc.KvServicer):
 
     def Push(self, request_iterator: Any, context: Any) -> Any:
         return self._inner.Push((out for message in request_iterator for out in self._change(message)), context)
+
+
+def frame_of(message: kv_pb2.PushMessage) -> kv_pb2.KvChunk | kv_pb2.LaneFrame | None:
+    """What a message says of a frame, whichever way its bytes go; None if it says nothing of any."""
+    match message.WhichOneof("message"):
+        case "chunk":
+            return message.chunk
+        case "lane_frame":
+            return message.lane_frame
+    return None
+
+
+class Meddler:
+    """Changes the bytes of frames on their way, whichever that is.
+
+    Args:
+        monkeypatch: undoes it.
+        rule: frame index, its try and its bytes (on the stream: those of its first piece) -> as many bytes.
+
+    Attributes:
+        tries: frame index and try of every frame that came by, in order.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rule: Callable[[int, int, bytes], bytes]) -> None:
+        self._rule = rule
+        self._seen: Counter[tuple[TicketRef, int]] = Counter()
+        self.tries: list[tuple[int, int]] = []
+        arrived = InboundLane.arrived
+
+        def meddled(lane: InboundLane, frame: ExpectedFrame, data: memoryview | None, *, shared: bool) -> None:
+            if data is not None:
+                data = memoryview(self._change(frame.ref, frame.frame_index, bytes(data)))
+            arrived(lane, frame, data, shared=shared)
+
+        monkeypatch.setattr(InboundLane, "arrived", meddled)
+
+    def __call__(self, message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
+        """For `Pair`'s `change`: what comes on the stream."""
+        chunk = message.chunk
+        if message.WhichOneof("message") == "chunk" and chunk.offset == 0:
+            ref = TicketRef(chunk.ticket.ticket_id, chunk.ticket.generation)
+            chunk.data = self._change(ref, chunk.frame_index, chunk.data)
+        yield message
+
+    def _change(self, ref: TicketRef, frame_index: int, data: bytes) -> bytes:
+        attempt = self._seen[ref, frame_index]
+        self._seen[ref, frame_index] += 1
+        self.tries.append((frame_index, attempt))
+        return self._rule(frame_index, attempt, data)
 
 
 class Sending:
@@ -181,6 +236,10 @@ class Pair:
         outcome = sending.wait()
         assert len(sending.outcomes) == 1
         return outcome
+
+    def lanes(self) -> list[OutboundLane]:
+        """The sender's lanes."""
+        return [lane for peer in self.sender._peers.peers() for lane in peer.board]
 
     def assert_equal(self, num_tokens: int, first: int = 0) -> None:
         """The target holds, bit by bit, what the source holds."""

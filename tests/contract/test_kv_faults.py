@@ -14,14 +14,19 @@ from pdcore.config import TransferConfig
 from pdcore.errors import FrameError, TicketError, TransferError, TransferTimeout
 from pdcore.types import RequestKey
 from protos import kv_pb2
-from tests.contract.harness import WAIT_S, Pair, wait_until
+from tests.contract.harness import WAIT_S, Meddler, Pair, frame_of, wait_until
 from tests.support.kv_store import small_geometry
 
 KEY = RequestKey("r", 0)
 
 
-def config_of(**changes: object) -> TransferConfig:
-    values: dict[str, object] = {"frame_bytes": 4096, "message_bytes": 4096, "credit_bytes": 32768}
+def config_of(transport: str, **changes: object) -> TransferConfig:
+    values: dict[str, object] = {
+        "transport": transport,
+        "frame_bytes": 4096,
+        "message_bytes": 4096,
+        "credit_bytes": 32768,
+    }
     return TransferConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -60,58 +65,70 @@ def flip(data: bytes, position: int) -> bytes:
 
 
 @pytest.mark.parametrize("where", ["header", "payload", "end"])
-def test_a_damaged_frame_is_sent_again(where: str) -> None:
-    hit = [0]
+def test_a_damaged_frame_is_sent_again(transport: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(frame_index: int, attempt: int, data: bytes) -> bytes:
+        position = {"header": 60, "payload": 300, "end": len(data) - 1}[where]
+        return flip(data, position) if (frame_index, attempt) == (1, 0) else data
 
-    def change(message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
-        chunk = message.chunk
-        if message.WhichOneof("message") == "chunk" and chunk.frame_index == 1 and getattr(chunk, "try") == 0:
-            position = {"header": 60, "payload": 300, "end": len(chunk.data) - 1}[where]
-            if chunk.offset == 0:
-                hit[0] += 1
-                chunk.data = flip(chunk.data, position)
-        yield message
-
-    with Pair(small_geometry(), small_geometry(), config_of(), change=change) as pair:
+    meddler = Meddler(monkeypatch, damage)
+    with Pair(small_geometry(), small_geometry(), config_of(transport), change=meddler) as pair:
         assert pair.transfer(KEY, 200).error is None
         pair.assert_equal(200)
         settled(pair)
-        assert hit == [1]
+        assert sorted(meddler.tries)[:3] == [(0, 0), (1, 0), (1, 1)]
         assert pair.host.commits[0][2].retries == 1
         assert pair.sender.counters.retries == 1
 
 
-def test_a_frame_that_stays_damaged_fails_the_transfer() -> None:
-    tries: list[int] = []
+def test_a_frame_that_stays_damaged_is_tried_every_way_and_fails_the_transfer(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damage(frame_index: int, attempt: int, data: bytes) -> bytes:
+        return flip(data, 300) if frame_index == 0 else data
 
-    def change(message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
-        if message.WhichOneof("message") == "chunk" and message.chunk.frame_index == 0 and message.chunk.offset == 0:
-            tries.append(getattr(message.chunk, "try"))
-            message.chunk.data = flip(message.chunk.data, 300)
-        yield message
-
-    with Pair(small_geometry(), small_geometry(), config_of(max_frame_retries=2), change=change) as pair:
+    meddler = Meddler(monkeypatch, damage)
+    config = config_of(transport, max_frame_retries=2)
+    with Pair(small_geometry(), small_geometry(), config, change=meddler) as pair:
         error = pair.transfer(KEY, 200).error
         assert isinstance(error, FrameError)
         assert "checksum" in str(error)
-        assert tries == [0, 1, 2]
+        ways = 3 if transport == "grpc" else 4  # the last of them is the stream
+        assert [attempt for index, attempt in meddler.tries if index == 0] == list(range(ways))
+        if transport != "grpc":
+            assert pair.sender.counters.lanes["grpc"].frames == 1
         settled(pair)
         assert pair.host.commits == []
 
 
-def test_a_frame_for_another_ticket_is_not_written() -> None:
+def test_a_frame_that_only_a_lane_damages_comes_another_way(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if transport == "grpc":
+        pytest.skip("the stream is the last way that there is")
+
+    def damage(frame_index: int, attempt: int, data: bytes) -> bytes:
+        return flip(data, 300) if frame_index == 0 and attempt <= 2 else data
+
+    meddler = Meddler(monkeypatch, damage)
+    config = config_of(transport, max_frame_retries=2)
+    with Pair(small_geometry(), small_geometry(), config, change=meddler) as pair:
+        assert pair.transfer(KEY, 200).error is None
+        pair.assert_equal(200)
+        assert pair.host.commits[0][2].transport == transport
+        assert pair.sender.counters.lanes["grpc"].frames == 1
+        settled(pair)
+
+
+def test_a_frame_for_another_ticket_is_not_written(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The envelope names a live ticket, the frame inside was made for another one."""
     frames: list[bytes] = []
     other = RequestKey("other", 0)
 
-    def change(message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
-        if message.WhichOneof("message") == "chunk":
-            frames.append(message.chunk.data)
-            assert len(frames[-1]) == len(frames[0]) == message.chunk.total
-            message.chunk.data = frames[0]
-        yield message
+    def swap(frame_index: int, attempt: int, data: bytes) -> bytes:
+        frames.append(data)
+        assert len(frames[-1]) == len(frames[0])
+        return frames[0]
 
-    with Pair(small_geometry(), small_geometry(), config_of(codec="raw"), change=change) as pair:
+    config = config_of(transport, codec="raw")
+    with Pair(small_geometry(), small_geometry(), config, change=Meddler(monkeypatch, swap)) as pair:
         assert pair.transfer(KEY, 10).error is None
         before = pair.target.cache.clone()
         error = pair.transfer(other, 10).error
@@ -123,23 +140,28 @@ def test_a_frame_for_another_ticket_is_not_written() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["offset", "interleaved", "credit", "short"])
-def test_a_sender_that_breaks_the_protocol_loses_its_stream(wrong: str) -> None:
+def test_a_sender_that_breaks_the_protocol_loses_its_stream(transport: str, wrong: str) -> None:
     def change(message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
-        if message.WhichOneof("message") == "chunk":
+        frame = frame_of(message)
+        if frame is not None:
             match wrong:
                 case "offset":
-                    message.chunk.offset += 1
-                case "interleaved":
-                    message.chunk.total += 1
+                    frame.offset += 1 << 40 if isinstance(frame, kv_pb2.LaneFrame) else 1
+                case "interleaved" if isinstance(frame, kv_pb2.KvChunk):
+                    frame.total += 1
                     yield message
-                    message.chunk.frame_index += 1
+                    frame.frame_index += 1
+                case "interleaved":
+                    frame.lane += 1  # one that is not open
                 case "credit":
-                    message.chunk.total = 1 << 30
+                    frame.total = 1 << 30
                 case _:
-                    message.chunk.total = 5
+                    frame.total = 5
         yield message
 
-    with Pair(small_geometry(), small_geometry(), config_of(), change=change) as pair:
+    if wrong == "offset" and transport == "collective":
+        pytest.skip("frames of a process group have no offset")
+    with Pair(small_geometry(), small_geometry(), config_of(transport), change=change) as pair:
         assert pair.transfer(KEY, 20).error is not None
         wait_until(lambda: pair.sender.open_sends == 0)
         pair.receiver.release(KEY, "the router gives up")  # a ticket whose first frame never began is not bound
@@ -150,8 +172,8 @@ def test_a_sender_that_breaks_the_protocol_loses_its_stream(wrong: str) -> None:
 # --- bounded memory ------------------------------------------------------------------------------------------------
 
 
-def test_a_slow_receiver_bounds_memory_on_both_sides() -> None:
-    config = config_of(codec="raw", credit_bytes=16384)
+def test_a_slow_receiver_bounds_memory_on_both_sides(transport: str) -> None:
+    config = config_of(transport, codec="raw", credit_bytes=16384)
     gate = Gate()
     with Pair(small_geometry(), small_geometry(), config) as pair:
         gathered: list[int] = []
@@ -174,10 +196,10 @@ def test_a_slow_receiver_bounds_memory_on_both_sides() -> None:
         settled(pair)
 
 
-def test_a_receiver_that_never_acknowledges_fails_the_send_in_time() -> None:
+def test_a_receiver_that_never_acknowledges_fails_the_send_in_time(transport: str) -> None:
     clock = ManualClock()
     gate = Gate()
-    with Pair(small_geometry(), small_geometry(), config_of(lease_s=1000.0), clock=clock) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport, lease_s=1000.0), clock=clock) as pair:
         pair.target.on_scatter = gate
         sending = pair.open(KEY, pair.grant(KEY, 100))
         pair.sender.finish(KEY, 1)
@@ -191,9 +213,9 @@ def test_a_receiver_that_never_acknowledges_fails_the_send_in_time() -> None:
         settled(pair)
 
 
-def test_a_prompt_may_queue_for_as_long_as_it_likes() -> None:
+def test_a_prompt_may_queue_for_as_long_as_it_likes(transport: str) -> None:
     clock = ManualClock()
-    with Pair(small_geometry(), small_geometry(), config_of(lease_s=1000.0), clock=clock) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport, lease_s=1000.0), clock=clock) as pair:
         pair.source.fill(pair.blocks(pair.source, 100), 100, seed=1)
         sending = pair.open(KEY, pair.grant(KEY, 100))
         wait_until(lambda: pair.sender.counters.links == 1)
@@ -210,9 +232,9 @@ def test_a_prompt_may_queue_for_as_long_as_it_likes() -> None:
 
 
 @pytest.mark.parametrize("how", ["release", "revoke", "release_router"])
-def test_a_ticket_taken_back_during_a_scatter(how: str) -> None:
+def test_a_ticket_taken_back_during_a_scatter(transport: str, how: str) -> None:
     gate = Gate(passes=2)
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         pair.target.on_scatter = gate
         sending = pair.open(KEY, pair.grant(KEY, 300))
         pair.sender.finish(KEY, 1)
@@ -233,9 +255,9 @@ def test_a_ticket_taken_back_during_a_scatter(how: str) -> None:
         assert pair.transfer(RequestKey("r", 1), 300).error is None
 
 
-def test_a_lease_runs_out_unless_renewed() -> None:
+def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
     clock = ManualClock()
-    with Pair(small_geometry(), small_geometry(), config_of(lease_s=10.0), clock=clock) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport, lease_s=10.0), clock=clock) as pair:
         ticket = pair.grant(KEY, 100)
         kept = pair.grant(RequestKey("kept", 0), 16, first=30)
         clock.advance(9.0)
@@ -255,8 +277,8 @@ def test_a_lease_runs_out_unless_renewed() -> None:
         assert bool((pair.target.cache == before).all())
 
 
-def test_stale_frames_never_reach_blocks_that_have_changed_hands() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of(), change=None) as pair:
+def test_stale_frames_never_reach_blocks_that_have_changed_hands(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport), change=None) as pair:
         old = pair.grant(KEY, 100)
         pair.receiver.release(KEY, "gone")
         pair.host.wait_end(KEY)
@@ -278,29 +300,29 @@ def test_stale_frames_never_reach_blocks_that_have_changed_hands() -> None:
         settled(pair, new_key)
 
 
-def test_the_host_refuses_the_commit() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_the_host_refuses_the_commit(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         pair.host.accept = False
         assert isinstance(pair.transfer(KEY, 100).error, TicketError)
         settled(pair)
         assert len(pair.host.releases) == 1
 
 
-def test_a_release_during_the_commit_is_the_hosts_to_decide() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_a_release_during_the_commit_is_the_hosts_to_decide(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         pair.host.on_commit_hook = lambda key: pair.receiver.release(key, "too late")
         assert pair.transfer(KEY, 100).error is None
         settled(pair)
         assert len(pair.host.commits) == 1
 
 
-def test_a_manifest_that_comes_twice_commits_once() -> None:
+def test_a_manifest_that_comes_twice_commits_once(transport: str) -> None:
     def change(message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
         yield message
         if message.WhichOneof("message") == "manifest":
             yield message
 
-    with Pair(small_geometry(), small_geometry(), config_of(), change=change) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport), change=change) as pair:
         for attempt in range(5):
             assert pair.transfer(RequestKey("r", attempt), 100).error is None
             settled(pair, RequestKey("r", attempt))
@@ -308,7 +330,7 @@ def test_a_manifest_that_comes_twice_commits_once() -> None:
 
 
 @pytest.mark.parametrize("field", ["digest", "num_frames", "num_tokens", "attempt", "request_id"])
-def test_a_manifest_that_does_not_fit_commits_nothing(field: str) -> None:
+def test_a_manifest_that_does_not_fit_commits_nothing(transport: str, field: str) -> None:
     def change(message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
         if message.WhichOneof("message") == "manifest":
             if field == "request_id":
@@ -317,18 +339,19 @@ def test_a_manifest_that_does_not_fit_commits_nothing(field: str) -> None:
                 setattr(message.manifest, field, getattr(message.manifest, field) - 1 & 0xFF)
         yield message
 
-    with Pair(small_geometry(), small_geometry(), config_of(), change=change) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport), change=change) as pair:
         assert isinstance(pair.transfer(KEY, 100).error, TicketError)
         settled(pair)
         assert pair.host.commits == []
 
 
-def test_a_frame_that_is_lost_is_noticed() -> None:
+def test_a_frame_that_is_lost_every_way_is_noticed(transport: str) -> None:
     def change(message: kv_pb2.PushMessage) -> Iterator[kv_pb2.PushMessage]:
-        if message.WhichOneof("message") != "chunk" or message.chunk.frame_index != 1:
+        frame = frame_of(message)
+        if frame is None or frame.frame_index != 1:
             yield message
 
-    with Pair(small_geometry(), small_geometry(), config_of(send_timeout_s=0.5), change=change) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport, send_timeout_s=0.5), change=change) as pair:
         assert isinstance(pair.transfer(KEY, 200).error, TransferTimeout)
         settled(pair)
         assert pair.host.commits == []
@@ -337,8 +360,8 @@ def test_a_frame_that_is_lost_is_noticed() -> None:
 # --- ends of senders, streams and workers --------------------------------------------------------------------------
 
 
-def test_an_abort_frees_the_ticket() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_an_abort_frees_the_ticket(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         sending = pair.open(KEY, pair.grant(KEY, 200))
         pair.sender.computed(KEY, 100)
         wait_until(lambda: pair.receiver.counters.frames > 0)
@@ -354,9 +377,9 @@ def test_an_abort_frees_the_ticket() -> None:
         assert not failed, "the prefill worker reports why it gave up; the decode worker has nothing to add"
 
 
-def test_an_abort_waits_for_the_gather_in_flight() -> None:
+def test_an_abort_waits_for_the_gather_in_flight(transport: str) -> None:
     gate = Gate()
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         pair.source.on_gather = gate
         sending = pair.open(KEY, pair.grant(KEY, 200))
         pair.sender.finish(KEY, 1)
@@ -369,8 +392,8 @@ def test_an_abort_waits_for_the_gather_in_flight() -> None:
         settled(pair)
 
 
-def test_the_sender_closes_with_sends_under_way() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_the_sender_closes_with_sends_under_way(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         sending = pair.open(KEY, pair.grant(KEY, 200))
         pair.sender.computed(KEY, 100)
         wait_until(lambda: pair.receiver.counters.frames > 0)
@@ -382,8 +405,8 @@ def test_the_sender_closes_with_sends_under_way() -> None:
     assert pair.host.ends(RequestKey("r", 1)) == 1
 
 
-def test_the_receiver_closes_with_tickets_open() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_the_receiver_closes_with_tickets_open(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         sending = pair.open(KEY, pair.grant(KEY, 200))
         pair.sender.computed(KEY, 100)
         wait_until(lambda: pair.receiver.counters.frames > 0)
@@ -396,14 +419,13 @@ def test_the_receiver_closes_with_tickets_open() -> None:
             pair.grant(RequestKey("late", 0), 16)
 
 
-def test_a_broken_stream_ends_the_sends_and_tickets_on_it() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_a_broken_stream_ends_the_sends_and_tickets_on_it(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         sending = pair.open(KEY, pair.grant(KEY, 200))
         pair.sender.computed(KEY, 100)
         wait_until(lambda: pair.receiver.counters.frames > 0)
-        for peer in list(pair.sender._peers.values()):
-            assert peer.link is not None
-            peer.link.cancel()
+        for link in pair.sender._peers.links():
+            link.cancel()
         error = sending.wait().error
         assert type(error) is TransferError
         assert error.retryable
@@ -413,14 +435,13 @@ def test_a_broken_stream_ends_the_sends_and_tickets_on_it() -> None:
         assert pair.sender.counters.links == 2
 
 
-def test_a_send_that_has_sent_nothing_survives_the_loss_of_an_idle_stream() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_a_send_that_has_sent_nothing_survives_the_loss_of_an_idle_stream(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         pair.source.fill(pair.blocks(pair.source, 100), 100, seed=2)
         sending = pair.open(KEY, pair.grant(KEY, 100))
-        wait_until(lambda: any(peer.ready for peer in pair.sender._peers.values()))
-        for peer in list(pair.sender._peers.values()):
-            assert peer.link is not None
-            peer.link.cancel()
+        wait_until(lambda: any(peer.ready for peer in pair.sender._peers.peers()))
+        for link in pair.sender._peers.links():
+            link.cancel()
         wait_until(lambda: pair.sender.counters.links == 2)
         pair.sender.finish(KEY, 1)
         assert sending.wait().error is None
@@ -428,8 +449,8 @@ def test_a_send_that_has_sent_nothing_survives_the_loss_of_an_idle_stream() -> N
         settled(pair)
 
 
-def test_nobody_listens() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair, socket.socket() as bound:
+def test_nobody_listens(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))  # taken, but not listening
         ticket = pair.receiver.grant(KEY, "router-0", 16, [0], f"127.0.0.1:{bound.getsockname()[1]}")
         sending = pair.open(KEY, ticket)
@@ -441,8 +462,11 @@ def test_nobody_listens() -> None:
         settled(pair)
 
 
-def test_a_listener_that_never_answers() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of(send_timeout_s=0.5)) as pair, socket.socket() as silent:
+def test_a_listener_that_never_answers(transport: str) -> None:
+    with (
+        Pair(small_geometry(), small_geometry(), config_of(transport, send_timeout_s=0.5)) as pair,
+        socket.socket() as silent,
+    ):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         ticket = pair.receiver.grant(KEY, "router-0", 16, [0], f"127.0.0.1:{silent.getsockname()[1]}")
@@ -453,8 +477,8 @@ def test_a_listener_that_never_answers() -> None:
         settled(pair)
 
 
-def test_the_receiver_restarts_under_its_old_address() -> None:
-    with Pair(small_geometry(), small_geometry(), config_of()) as pair:
+def test_the_receiver_restarts_under_its_old_address(transport: str) -> None:
+    with Pair(small_geometry(), small_geometry(), config_of(transport)) as pair:
         assert pair.transfer(RequestKey("before", 0), 100).error is None
         old = pair.grant(KEY, 100)
         pair.stop_receiver()
@@ -479,9 +503,11 @@ def test_the_receiver_restarts_under_its_old_address() -> None:
         ({"layers": 4}, "3", "4"),
     ],
 )
-def test_workers_that_do_not_fit_name_both_values(change: dict[str, object], ours: str, theirs: str) -> None:
+def test_workers_that_do_not_fit_name_both_values(
+    transport: str, change: dict[str, object], ours: str, theirs: str
+) -> None:
     target = small_geometry(**change)  # type: ignore[arg-type]
-    with Pair(small_geometry(), target, config_of()) as pair:
+    with Pair(small_geometry(), target, config_of(transport)) as pair:
         error = pair.transfer(KEY, 100).error
         assert error is not None
         assert ours in str(error)

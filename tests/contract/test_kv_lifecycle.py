@@ -34,8 +34,13 @@ class BrokenClock(MonotonicClock):
         return super().now()
 
 
-def pair_of(clock: MonotonicClock | ManualClock | None = None, **changes: object) -> Pair:
-    values: dict[str, object] = {"frame_bytes": 4096, "message_bytes": 4096, "credit_bytes": 32768}
+def pair_of(transport: str, clock: MonotonicClock | ManualClock | None = None, **changes: object) -> Pair:
+    values: dict[str, object] = {
+        "transport": transport,
+        "frame_bytes": 4096,
+        "message_bytes": 4096,
+        "credit_bytes": 32768,
+    }
     config = TransferConfig(**{**values, **changes})  # type: ignore[arg-type]
     return Pair(small_geometry(), small_geometry(), config, clock=clock)
 
@@ -56,8 +61,8 @@ def break_scatter(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("break_store", [break_gather, break_scatter])
-def test_a_death_over_a_frame_is_told_once(break_store: Callable[[Pair], None]) -> None:
-    with pair_of(receive_threads=2) as pair:
+def test_a_death_over_a_frame_is_told_once(transport: str, break_store: Callable[[Pair], None]) -> None:
+    with pair_of(transport, receive_threads=2) as pair:
         break_store(pair)
         pair.source.fill(pair.blocks(pair.source, 200), 200, seed=1)
         pair.open(KEY, pair.grant(KEY, 200))
@@ -71,20 +76,20 @@ def test_a_death_over_a_frame_is_told_once(break_store: Callable[[Pair], None]) 
 
 
 @pytest.mark.parametrize("victim", ["kv-send", "kv-housekeeper"])
-def test_a_death_over_a_tick_of_the_clock_is_told(victim: str) -> None:
+def test_a_death_over_a_tick_of_the_clock_is_told(transport: str, victim: str) -> None:
     clock = BrokenClock()
-    with pair_of(clock) as pair:
+    with pair_of(transport, clock) as pair:
         clock.victim = victim
         wait_until(lambda: bool(pair.crashes))
         assert [str(error) for error in pair.crashes] == ["the clock is broken"]
         pair.crashes.clear()
 
 
-def test_errors_of_a_frame_are_no_death() -> None:
+def test_errors_of_a_frame_are_no_death(transport: str) -> None:
     def fail(layer: int, token: int) -> None:
         raise ValueError("the cache says no")
 
-    with pair_of() as pair:
+    with pair_of(transport) as pair:
         pair.target.on_scatter = fail
         assert "the cache says no" in str(pair.transfer(KEY, 200).error)
         assert pair.crashes == []
@@ -93,8 +98,8 @@ def test_errors_of_a_frame_are_no_death() -> None:
 # --- ends of streams -----------------------------------------------------------------------------------------------
 
 
-def test_a_server_whose_streams_are_closed_stops_without_its_grace() -> None:
-    with pair_of() as pair:
+def test_a_server_whose_streams_are_closed_stops_without_its_grace(transport: str) -> None:
+    with pair_of(transport) as pair:
         unbound = RequestKey("unbound", 0)
         sending = pair.open(KEY, pair.grant(KEY, 200))
         pair.sender.computed(KEY, 100)
@@ -113,8 +118,8 @@ def test_a_server_whose_streams_are_closed_stops_without_its_grace() -> None:
     assert [pair.host.ends(key) for key in (KEY, unbound)] == [1, 1]
 
 
-def test_no_stream_comes_after_the_streams_are_closed() -> None:
-    with pair_of() as pair:
+def test_no_stream_comes_after_the_streams_are_closed(transport: str) -> None:
+    with pair_of(transport) as pair:
         pair.receiver.close_streams()
         sending = pair.open(KEY, pair.grant(KEY, 16))
         pair.sender.finish(KEY, 1)
@@ -146,17 +151,17 @@ class StuckLink:
         self.clock.advance(timeout_s / 2)
 
 
-def test_the_sender_closes_all_its_links_within_one_bound() -> None:
+def test_the_sender_closes_all_its_links_within_one_bound(transport: str) -> None:
     clock = ManualClock()
-    with pair_of(clock) as pair:
+    with pair_of(transport, clock) as pair:
         log: list[tuple[str, float]] = []
         for number in range(3):
             peer = Peer(f"stuck-{number}", "x", opened_at=0.0, heard_at=0.0, link=StuckLink(clock, log), window=1)  # type: ignore[arg-type]
-            pair.sender._peers[peer.address, peer.incarnation] = peer
+            pair.sender._peers._peers[peer.address, peer.incarnation] = peer
         pair.sender.close(timeout_s=4.0)
         assert log == [*[("finish", 0.0)] * 3, ("close", 4.0), ("close", 2.0), ("close", 1.0)]
         clock.advance(1.0)
         log.clear()
         pair.sender.close(timeout_s=0.0)
         assert [timeout for name, timeout in log if name == "close"] == [0.0] * 3
-        pair.sender._peers.clear()
+        pair.sender._peers._peers.clear()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from cluster.config import ClusterConfig, kv_bytes_per_token
+from cluster.config import ClusterConfig, CodecChoice, kv_bytes_per_token
 from cluster.config_file import load_config, to_yaml
+from kv_transfer import frames
+from kv_transfer.codecs.registry import STANDARD
+from pdcore.config import CODEC_CHOICES, CODEC_DTYPES, CODECS, LOSSLESS_CODECS, KvCodecByClass
 from pdcore.errors import ConfigError, ModelError
-from pdcore.types import Role
+from pdcore.types import DTYPE_BYTES, Role
 
 CORES = [0, 1]
 
@@ -52,7 +56,14 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"decode.scheduler.max_num_seqs": 1000}, "decode.scheduler.max_num_seqs", 1000, "max_num_batched_tokens"),
         ({"transfer.credit_bytes": "300KiB"}, "transfer.credit_bytes", 300 << 10, "at least twice message_bytes"),
         ({"dead_after_s": 0.6}, "dead_after_s", 0.6, "at least twice heartbeat_s"),
-        ({"dtype": "float32", "transfer.codec": "bexp-zstd"}, "transfer.codec", "bexp-zstd", "auto, raw or zstd"),
+        ({"dtype": "float32", "transfer.codec": "bexp-zstd"}, "transfer.codec", "bexp-zstd", "auto, raw, zstd, q8"),
+        ({"router.kv_codec_by_class.batch": "bexp4"}, "router.kv_codec_by_class.batch", "bexp4", "you mean bexp3?"),
+        (
+            {"dtype": "float16", "router.kv_codec_by_class.interactive": "bexp3"},
+            "router.kv_codec_by_class.interactive",
+            "bexp3",
+            "auto, raw, zstd, bexp-zstd, q8",
+        ),
     ],
 )
 def test_refusal_names_key_value_and_what_is_allowed(
@@ -79,6 +90,10 @@ def test_two_sizes_of_one_pool_are_refused(tmp_path: Path) -> None:
         ("prefill: {workers: 1}\nprefill: {workers: 2}\n", "prefill.*each key once"),
         ("router:\n  max_queue: 1\n  max_queue: 2\n", "max_queue.*each key once"),
         ("router: [\n", "valid YAML"),
+        ("model: 2020-13-45\n", "valid YAML"),
+        (f"router: {{grpc_port: {'1' * 5000}}}\n", "valid YAML"),
+        ("[" * 3000, "valid YAML"),
+        ("name: &a [*a]\n", "Circular reference"),
         ("- a\n- b\n", "mapping of keys at its top"),
         ("1: 2\n", "a key that is a string"),
     ],
@@ -139,7 +154,8 @@ def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
         tmp_path,
         "dtype: float16\nmax_model_len: 99\nheartbeat_s: 0.25\ndead_after_s: 2\ndrain_timeout_s: 7\n"
         "prefill: {workers: 2, block_size: 8, num_blocks: 5, threads: 3, cpu_affinity: [1]}\n"
-        "decode: {workers: 1, scheduler: {max_num_seqs: 9, max_num_batched_tokens: 100}}\n"
+        "decode: {workers: 1, prefix_cache: false, "
+        "scheduler: {max_num_seqs: 9, max_num_batched_tokens: 100, local_prefill_tokens: 3}}\n"
         "aggregated: {workers: 1}\ntransfer: {codec: zstd, lease_s: 4, cpu_affinity: []}\n",
     )
     workers = config.worker_configs(
@@ -155,6 +171,8 @@ def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
     assert (prefill.host, prefill.port, prefill.controller) == ("10.0.0.1", 0, "127.0.0.1:1")
     assert (prefill.heartbeat_s, prefill.dead_after_s, prefill.drain_timeout_s) == (0.25, 2.0, 7.0)
     assert (decode.engine.scheduler.max_num_seqs, decode.engine.scheduler.max_num_batched_tokens) == (9, 100)
+    assert (prefill.engine.prefix_cache, decode.engine.prefix_cache) == (True, False)
+    assert decode.engine.scheduler.local_prefill_tokens == 3
     assert (decode.transfer.codec, decode.transfer.lease_s, decode.transfer.cpu_affinity) == ("zstd", 4.0, ())
     assert decode.faults == ()
 
@@ -199,9 +217,18 @@ def test_model_without_a_shape_is_refused(tmp_path: Path, text: str) -> None:
         kv_bytes_per_token(tmp_path, "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "codec"), [("float32", "raw"), ("bfloat16", "bexp-zstd"), ("float16", "bexp-zstd")]
-)
-def test_codec_follows_the_dtype(model: Path, dtype: str, codec: str) -> None:
-    workers = make_workers(load_config(None, {"dtype": dtype}), model)
-    assert {worker.transfer.codec for worker in workers.values()} == {codec}
+def test_codecs_of_requests_that_ask_for_none(model: Path) -> None:
+    config = load_config(None, {"transfer.codec": "zstd", "router.kv_codec_by_class.batch": "q8"})
+    workers = make_workers(config, model)
+    assert {worker.transfer.codec for worker in workers.values()} == {"zstd"}
+    router = config.router_config(model_path=model, served_name="m", controller="c:1")
+    assert router.kv_codec_by_class == KvCodecByClass(batch="q8")
+    assert load_config(None).transfer.codec == "auto"
+
+
+def test_codec_names_are_the_same_everywhere() -> None:
+    assert get_args(CodecChoice) == CODEC_CHOICES
+    assert set(LOSSLESS_CODECS) == frames.LOSSLESS_CODECS
+    assert set(CODECS) == set(frames.CODEC_IDS)
+    for codec in STANDARD:
+        assert set(codec.dtypes) == set(CODEC_DTYPES.get(codec.name, DTYPE_BYTES)), codec.name

@@ -24,7 +24,7 @@ WIRE = ("grpc", "google.protobuf")
 SERVING = ("ray", "pydantic", "typer")
 HEAVY = ("torch", "transformers", "triton")
 
-PDCORE = ("clock", "config", "config_json", "errors", "faults", "types")
+PDCORE = ("clock", "config", "config_json", "costs", "errors", "faults", "types")
 
 
 def others(*allowed: str) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ SPAN = FrameSpan(1, 2, 5, 3)
 LOSSLESS = tuple(name for name in STANDARD.names if name in LOSSLESS_CODECS)
 
 
-def limits_of(dtype: str = "bfloat16", codecs: tuple[str, ...] = ("bexp-zstd", "zstd", "raw")) -> FrameLimits:
+def limits_of(dtype: str = "bfloat16", codecs: tuple[str, ...] = LOSSLESS) -> FrameLimits:
     geometry = KvGeometry("00ff", 4, 2, 8, dtype, 16, 64)
     return FrameLimits.for_ticket(
         ref=TicketRef(3, 9), key=RequestKey("req", 1), geometry=geometry, token_start=2, token_end=300, codecs=codecs
@@ -270,7 +270,7 @@ def refused_or_equal(data: bytes, limits: FrameLimits, original: torch.Tensor) -
 @pytest.mark.parametrize("codec", LOSSLESS)
 def test_every_flipped_bit_is_noticed(codec: str) -> None:
     """In the header, the gap and the payloads alike; only a zstd payload has bits that mean nothing."""
-    dtype = "float16" if codec == "bexp-zstd" else "float32"
+    dtype = {"bexp-zstd": "float16", "bexp3": "bfloat16"}.get(codec, "float32")
     frame, limits = PLAIN[codec, dtype], limits_of(dtype)
     header = decode_header(memoryview(frame), limits)
     original = decode(frame, limits)

@@ -75,6 +75,8 @@ BAD = {
     "long stop": (ok(stop=["x" * 257]), "sampling.stop[0]", "1 to 256 characters, got 257"),
     "stop token": (ok(stop_token_ids=[3, 257]), "sampling.stop_token_ids[1]", "below the vocabulary size"),
     "stop tokens": (ok(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "at most 64, got 65"),
+    "codec": (build_request("x", kv_codec="q9"), "kv_codec", "one of auto, raw, zstd, .*fp8, got 'q9'"),
+    "salt": (build_request("x", cache_salt="s" * 129), "cache_salt", "at most 128 characters, got 129"),
     "id length": (build_request("x", request_id="a" * 129), "request_id", "at most 128 characters, got 129"),
     "id characters": (build_request("x", request_id="a b"), "request_id", "letters, digits"),
     "id newline": (build_request("x", request_id="a\n"), "request_id", "letters, digits"),
@@ -131,6 +133,22 @@ async def test_what_the_client_says_counts(model: TextModel) -> None:
     assert params.stop_token_ids == (7,)
     assert (request.request_id, request.tenant, request.stops) == ("a.B-1:_", "t", ("x",))
     assert request.priority is PriorityClass.BATCH
+    assert (request.kv_codec, request.cache_salt) == ("", "")
+    request = await check(build_request("hello", kv_codec="bexp3", cache_salt="tenant 7"), model)
+    assert (request.kv_codec, request.cache_salt) == ("bexp3", "tenant 7")
+
+
+async def test_only_codecs_that_all_workers_have_may_be_asked_for(model: TextModel) -> None:
+    limits = Limits(context_tokens=64, vocab_size=257, kv_codecs=frozenset({"raw", "q8"}))
+
+    async def ask(codec: str) -> str:
+        message = build_request("x", kv_codec=codec)
+        request = await validate(message, text_model=model, served_name="tiny", limits=limits, in_flight=())
+        return request.kv_codec
+
+    assert [await ask(codec) for codec in ("", "auto", "raw", "q8")] == ["", "auto", "raw", "q8"]
+    with pytest.raises(InvalidRequest, match="kv_codec: must be one of auto, raw, q8, got 'tc4'"):
+        await ask("tc4")
 
 
 async def test_a_seed_of_zero_is_a_seed(model: TextModel) -> None:
