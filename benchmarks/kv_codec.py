@@ -182,7 +182,7 @@ def main() -> None:
 
         save_file({"kv": kv.contiguous()}, args.save)
     dtype = str(kv.dtype).removeprefix("torch.")
-    codecs = [codec for codec in STANDARD if dtype in codec.dtypes]
+    codecs = [codec for codec in STANDARD if dtype in codec.dtypes and codec.lossless]
     runs = [CodecRun(codec, native, kv, dtype, args.frame_tokens) for codec in codecs for native in (True, False)]
     for _ in range(args.rounds):
         for run in runs:
