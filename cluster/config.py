@@ -15,12 +15,22 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from cluster.cores import CorePlan, plan_cores
-from pdcore.config import EngineConfig, RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from pdcore.config import (
+    CODEC_CHOICES,
+    CODEC_DTYPES,
+    EngineConfig,
+    KvCodecByClass,
+    RouterConfig,
+    SchedulerConfig,
+    TransferConfig,
+    WorkerConfig,
+)
 from pdcore.errors import ConfigError, ModelError
 from pdcore.types import KvGeometry, Role
 
 ByteCount = Annotated[ByteSize, Field(ge=1)]
 Cores = Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...]
+CodecChoice = Literal["auto", "raw", "zstd", "bexp-zstd", "bexp3", "q8", "q8-zstd", "k6v4", "k4v4", "tc4", "fp8"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -43,6 +53,12 @@ class SchedulerSection(Section):
     max_num_seqs: int = Field(default=64, ge=1, description="sequences in one step at most")
     prefill_chunk_tokens: int = Field(
         default=128, ge=1, description="prompt tokens of one sequence in one step at most"
+    )
+    local_prefill_tokens: int = Field(
+        default=64,
+        ge=0,
+        description="prompt tokens that a decode worker offers to compute itself when it holds the prompt's "
+        "beginning, instead of having them sent; 0: never",
     )
 
 
@@ -70,6 +86,9 @@ class PoolSection(Section):
     num_cpus: float = Field(
         default=0, ge=0, description="CPUs that Ray sets aside for each worker; 0 lets it run beside others"
     )
+    prefix_cache: bool = Field(
+        default=True, description="keep KV for prompts that begin alike, as long as memory is not wanted"
+    )
     scheduler: SchedulerSection = Field(default=SchedulerSection(), description="how steps are composed")
 
     @model_validator(mode="after")
@@ -88,11 +107,24 @@ class AggregatedSection(PoolSection):
 class TransferSection(Section):
     """How KV travels from prefill to decode workers."""
 
-    codec: Literal["auto", "raw", "bexp-zstd", "zstd"] = Field(
+    codec: CodecChoice = Field(
         default="auto",
-        description="how KV is packed, always lossless; auto: bexp-zstd for 16-bit caches, raw for float32",
+        description="how KV is packed for requests that do not say; auto: the lossless codec, or none, that is "
+        "fastest for each transfer; q8, q8-zstd, k6v4, k4v4, tc4 and fp8 change the numbers",
     )
-    transport: Literal["grpc"] = Field(default="grpc", description="how frames travel")
+    calibration: str = Field(
+        default="", description="file that pdserve calibrate made for the model, which the codec tc4 needs"
+    )
+    transport: Literal["auto", "grpc", "shm", "collective", "nixl"] = Field(
+        default="auto",
+        description="how KV travels where both workers can; auto: shared memory on one host, a process group between "
+        "two GPUs, else gRPC; what fails gives way to gRPC",
+    )
+    interface: str = Field(
+        default="",
+        description="network interface, or an address of one, that process groups bind to; empty: the worker's host",
+    )
+    max_pairs: PositiveInt = Field(default=64, description="process groups that a worker is in at most")
     message_bytes: ByteCount = Field(default=ByteSize(256 << 10), description="size of one transport message, about")
     frame_tokens: int = Field(default=256, ge=1, le=256, description="tokens per frame at most")
     frame_bytes: ByteCount = Field(
@@ -112,6 +144,14 @@ class TransferSection(Section):
         default="auto",
         description="cores of the transfer threads; [] leaves them free; auto keeps them off the decode engines",
     )
+
+
+class KvCodecSection(Section):
+    """Codecs by class; see ``transfer.codec``."""
+
+    interactive: CodecChoice | None = Field(default=None, description="for interactive requests that do not say")
+    standard: CodecChoice | None = Field(default=None, description="for standard requests that do not say")
+    batch: CodecChoice | None = Field(default=None, description="for batch requests that do not say")
 
 
 class RouterSection(Section):
@@ -135,8 +175,16 @@ class RouterSection(Section):
     client_stall_timeout_s: PositiveFloat = Field(
         default=120.0, description="seconds without the client taking a token until its request is cancelled"
     )
+    worker_wait_s: float = Field(
+        default=60.0,
+        ge=0,
+        description="seconds that requests wait while no worker could take them, as during a restart",
+    )
     max_message_bytes: Annotated[ByteSize, Field(ge=65536)] = Field(
         default=ByteSize(16 << 20), description="gRPC message limit, both ways"
+    )
+    kv_codec_by_class: KvCodecSection = Field(
+        default=KvCodecSection(), description="how KV is packed, by class of request; null: transfer.codec"
     )
 
 
@@ -258,9 +306,15 @@ class ClusterConfig(Section):
             max_running_per_worker=section.max_running_per_worker,
             max_replays=section.max_replays,
             client_stall_timeout_s=section.client_stall_timeout_s,
+            worker_wait_s=section.worker_wait_s,
             heartbeat_s=self.heartbeat_s,
             dead_after_s=self.dead_after_s,
             max_message_bytes=int(section.max_message_bytes),
+            kv_codec_by_class=KvCodecByClass(
+                interactive=section.kv_codec_by_class.interactive or "",
+                standard=section.kv_codec_by_class.standard or "",
+                batch=section.kv_codec_by_class.batch or "",
+            ),
             drain_timeout_s=self.drain_timeout_s,
         )
 
@@ -274,8 +328,14 @@ class ClusterConfig(Section):
                 0,
                 f"at least 1 beside {counts[Role(other)]} {other} workers, or at least 1 aggregated worker",
             )
-        if self.dtype == "float32" and self.transfer.codec == "bexp-zstd":
-            raise ConfigError("transfer.codec", "bexp-zstd", "auto, raw or zstd while dtype is float32")
+        chosen = {"transfer.codec": self.transfer.codec} | {
+            f"router.kv_codec_by_class.{name}": codec
+            for name, codec in self.router.kv_codec_by_class.model_dump().items()
+        }
+        for key, codec in chosen.items():
+            if codec is not None and self.dtype not in CODEC_DTYPES.get(codec, (self.dtype,)):
+                fitting = [name for name in CODEC_CHOICES if self.dtype in CODEC_DTYPES.get(name, (self.dtype,))]
+                raise ConfigError(key, codec, f"{', '.join(fitting)} while dtype is {self.dtype}")
         if self.dead_after_s < 2 * self.heartbeat_s:
             raise ConfigError("dead_after_s", self.dead_after_s, f"at least twice heartbeat_s ({self.heartbeat_s})")
         plan = CorePlan(0, (), ())
@@ -315,9 +375,10 @@ class ClusterConfig(Section):
                 max_model_len=self.max_model_len,
                 threads=plan.threads if pool.threads == "auto" else pool.threads,
                 cpu_affinity=plan.engine if pool.cpu_affinity == "auto" else pool.cpu_affinity,
+                prefix_cache=pool.prefix_cache,
                 scheduler=scheduler,
             ),
-            transfer=self._transfer_config(plan),
+            transfer=self._transfer_config(plan, host),
             host=host,
             controller=controller,
             heartbeat_s=self.heartbeat_s,
@@ -325,14 +386,14 @@ class ClusterConfig(Section):
             drain_timeout_s=self.drain_timeout_s,
         )
 
-    def _transfer_config(self, plan: CorePlan) -> TransferConfig:
+    def _transfer_config(self, plan: CorePlan, host: str) -> TransferConfig:
         section = self.transfer
-        codec: str = section.codec
-        if codec == "auto":
-            codec = "raw" if self.dtype == "float32" else "bexp-zstd"
         return TransferConfig(
-            codec=codec,
+            codec=section.codec,
+            calibration=section.calibration,
             transport=section.transport,
+            interface=section.interface or host,
+            max_pairs=section.max_pairs,
             message_bytes=int(section.message_bytes),
             frame_tokens=section.frame_tokens,
             frame_bytes=int(section.frame_bytes),
@@ -356,7 +417,12 @@ class ClusterConfig(Section):
 
 
 def kv_bytes_per_token(model_path: Path, dtype: str) -> int:
-    """Bytes of K and V that one token takes over all layers, from the model folder's ``config.json``.
+    """Bytes of K and V that one token takes over all layers; errors as for `kv_shape`."""
+    return kv_shape(model_path, dtype).bytes_per_token
+
+
+def kv_shape(model_path: Path, dtype: str) -> KvGeometry:
+    """The shape of a model's KV, from the model folder's ``config.json``; neither digest nor blocks are known.
 
     Raises:
         ModelError: the file cannot be read or lacks the shape.
@@ -364,7 +430,7 @@ def kv_bytes_per_token(model_path: Path, dtype: str) -> int:
     try:
         shape = json.loads((model_path / "config.json").read_text())
         heads = shape["num_attention_heads"]
-        geometry = KvGeometry(
+        return KvGeometry(
             model_digest="",
             num_layers=shape["num_hidden_layers"],
             num_kv_heads=shape.get("num_key_value_heads") or heads,
@@ -373,6 +439,5 @@ def kv_bytes_per_token(model_path: Path, dtype: str) -> int:
             block_size=1,
             num_blocks=1,
         )
-        return geometry.bytes_per_token
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model_path / 'config.json'} does not give the model's shape: {error!r}") from error

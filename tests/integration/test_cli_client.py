@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 from collections.abc import Iterator
@@ -9,9 +10,11 @@ from concurrent import futures
 
 import grpc
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli.main import app
+from cluster.cli.status import show
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, kv_pb2, membership_pb2, worker_pb2
 
 Event = generation_pb2.GenerateEvent
@@ -26,7 +29,13 @@ END = generation_pb2.End(
         prefill_worker="prefill-0",
         decode_worker="decode-1",
         kv=kv_pb2.TransferStats(
-            blocks=2, raw_bytes=4000, wire_bytes=2500, codec="bexp-zstd", transport="grpc", seconds=0.0125
+            blocks=2,
+            raw_bytes=4000,
+            wire_bytes=2500,
+            codec="bexp-zstd",
+            transport="grpc",
+            seconds=0.0125,
+            codec_reason="asked for",
         ),
     ),
 )
@@ -89,12 +98,14 @@ def test_generate_streams_the_text(cluster: ScriptedCluster) -> None:
 def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
     flags = (
         "--max-tokens 9 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed 18446744073709551615 --stop A "
-        "--stop B --stop-token 4 --min-tokens 2 --ignore-eos --request-id r1 --model m"
+        "--stop B --stop-token 4 --min-tokens 2 --ignore-eos --request-id r1 --model m --kv-codec q8 --cache-salt s"
     )
     run = Run("generate", "Why?", "--address", cluster.address, *flags.split())
     assert run.code == 0, run.err
     assert cluster.requests[0] == generation_pb2.GenerateRequest(
         request_id="r1",
+        kv_codec="q8",
+        cache_salt="s",
         model="m",
         prompt="Why?",
         sampling=generation_pb2.Sampling(
@@ -154,6 +165,7 @@ def test_generate_json(cluster: ScriptedCluster) -> None:
             "codec": "bexp-zstd",
             "transport": "grpc",
             "seconds": 0.0125,
+            "codec_reason": "asked for",
         },
         "token_ids": [7, 8, 9],
     }
@@ -162,7 +174,17 @@ def test_generate_json(cluster: ScriptedCluster) -> None:
 def test_generate_timeline_goes_to_standard_error(cluster: ScriptedCluster) -> None:
     run = Run("generate", "Why?", "--timeline", "--address", cluster.address)
     assert run.out == "Because so.\n"
-    for cell in ("1.5 ms", "12.2 ms", "4.5 ms", "3.9 KiB", "2.4 KiB", "1.60", "bexp-zstd, grpc", "decode-1"):
+    for cell in (
+        "1.5 ms",
+        "12.2 ms",
+        "4.5 ms",
+        "3.9 KiB",
+        "2.4 KiB",
+        "1.60",
+        "bexp-zstd, grpc",
+        "decode-1",
+        "asked for",
+    ):
         assert cell in run.err, cell
 
 
@@ -253,14 +275,24 @@ def a_status() -> admin_pb2.GetStatusReply:
     )
     reply.workers.add(
         worker=membership_pb2.WorkerDescription(
-            worker_id="decode-0", role=worker_pb2.WORKER_ROLE_DECODE, address="127.0.0.1:4", pid=11
+            worker_id="decode-0",
+            role=worker_pb2.WORKER_ROLE_DECODE,
+            address="192.168.117.204:54321",
+            pid=1234567,
+            native_code="avx512",
+            transports=["shm", "grpc"],
         ),
         state=membership_pb2.WORKER_STATE_SERVING,
         connected=True,
         load=worker_pb2.Load(running=3, total_blocks=100, free_blocks=58, open_tickets=1, step_ms=12.34),
     )
     reply.workers.add(
-        worker=membership_pb2.WorkerDescription(worker_id="prefill-0", role=worker_pb2.WORKER_ROLE_PREFILL),
+        worker=membership_pb2.WorkerDescription(
+            worker_id="prefill-0",
+            role=worker_pb2.WORKER_ROLE_PREFILL,
+            native_code="off: no C compiler (cc) was found",
+            transports=["shm", "grpc"],
+        ),
         problem="no route",
     )
     return reply
@@ -271,8 +303,43 @@ def test_status_shows_pools_workers_and_load(cluster: ScriptedCluster, monkeypat
     cluster.status = a_status()
     run = Run("status", "--address", cluster.address)
     assert run.code == 0, run.err
-    for words in ("blue-router", "tiny", "3 running, 2 queued", "42/100", "12.3 ms", "not connected: no route"):
+    for words in ("blue-router", "tiny", "3 running, 2 queued", "42/100", "12.3 ms", "prefill-0: no route", "avx512"):
         assert words in run.out, words
+    assert "prefill-0: no native code: no C compiler (cc) was found" in run.out
+    assert "KV transports: shm, grpc" in run.out
+
+
+def shown_at(width: int, reply: admin_pb2.GetStatusReply) -> list[str]:
+    console = Console(width=width, file=io.StringIO())
+    show(reply, "127.0.0.1:50051", console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_status_is_readable_at_80_columns() -> None:
+    reply = a_status()
+    for index in range(12):
+        worker = reply.workers.add(connected=True, state=membership_pb2.WORKER_STATE_SERVING)
+        worker.CopyFrom(reply.workers[0])
+        worker.worker.worker_id = f"aggregated-{index}"
+        worker.worker.role = worker_pb2.WORKER_ROLE_AGGREGATED
+        worker.load.total_blocks, worker.load.free_blocks, worker.load.step_ms = 12345, 45, 1234.5
+        worker.load.cached_blocks, worker.load.queued_prefill_tokens = 12345, 123456
+    for width in (80, 100):
+        lines = shown_at(width, reply)
+        tables = [
+            line for line in lines if line and not line.startswith(("blue-router", "requests", "prefill-0:", "KV tr"))
+        ]
+        assert max(map(len, tables)) <= width
+        # One line per worker and table: no cell is folded, none is cut off.
+        for worker in reply.workers:
+            assert sum(line.split()[:1] == [worker.worker.worker_id] for line in tables) == 2
+        assert not any("\u2026" in line for line in lines)
+    words = set(" ".join(shown_at(80, reply)).split())
+    assert words >= {"worker", "pool", "state", "address", "native", "code"}
+    assert words >= {"run", "wait", "pause", "queued", "tokens", "KV", "blocks", "used", "transfers", "step"}
+    assert words >= {"192.168.117.204:54321", "12300/12345", "aggregated-11", "1234.5", "123456", "avx512"}
+    assert set(" ".join(shown_at(100, reply)).split()) >= {"pid", "1234567", "prefix", "cache"}
 
 
 def test_status_json(cluster: ScriptedCluster) -> None:

@@ -96,7 +96,12 @@ def finished(name: str) -> Answer:
                     prefill_worker="prefill-0",
                     decode_worker="decode-0",
                     kv=kv_pb2.TransferStats(
-                        blocks=1, raw_bytes=3 << 20, wire_bytes=2 << 20, codec="c", transport="t"
+                        blocks=1,
+                        raw_bytes=3 << 20,
+                        wire_bytes=2 << 20,
+                        codec="c",
+                        transport="t",
+                        codec_reason="[c] is best",
                     ),
                 ),
             )
@@ -114,7 +119,8 @@ def test_demo_json_has_the_documented_keys(tmp_path: Path) -> None:
     keys = ["prompt_tokens", "completion_tokens", "text", "ttft_ms", "tpot_ms", "finish_reason"]
     keys += ["prefill_worker", "decode_worker", "kv"]
     assert list(data["requests"][0]) == keys
-    assert list(data["requests"][0]["kv"]) == ["blocks", "raw_bytes", "wire_bytes", "codec", "transport", "seconds"]
+    kv_keys = ["blocks", "raw_bytes", "wire_bytes", "codec", "transport", "seconds", "codec_reason"]
+    assert list(data["requests"][0]["kv"]) == kv_keys
 
 
 def test_demo_fails_unless_every_request_was_disaggregated() -> None:
@@ -138,6 +144,8 @@ def test_timeline_has_a_column_for_each_request(capsys: pytest.CaptureFixture[st
     Console(width=120).print(timeline_table([finished("first"), finished("second")]))
     out = capsys.readouterr().out
     assert out.count("1.50") == 2
+    assert "first: KV by c: [c] is best" in out
+    assert "second: KV by c: [c] is best" in out
     assert "first" in out
     assert "second" in out
 

@@ -61,6 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _cluster(model: Path, folder: Path, traps: Traps) -> LocalCluster:
     options = {
+        "prefix_cache": False,  # the same prompt must take the whole way, every time
         "faults": traps.plans,
         "scheduler": SchedulerConfig(max_num_batched_tokens=64, prefill_chunk_tokens=64),
         "transfer": TransferConfig(lease_s=LEASE_S, frame_tokens=32, frame_bytes=16384, send_timeout_s=3.0),

@@ -30,6 +30,7 @@ KEYS = {
     "kv": dict,
 }
 KV_KEYS = {"blocks": int, "raw_bytes": int, "wire_bytes": int, "codec": str, "transport": str, "seconds": float}
+KV_KEYS |= {"codec_reason": str}
 
 
 def marked(run: str) -> list[psutil.Process]:

@@ -130,7 +130,7 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
         "--request-id", "last",
     )  # fmt: skip
     eventually(lambda: status(address).running_requests, 30, "the request to run")
-    served.signal(signal.SIGTERM)
+    served.signal_group(signal.SIGTERM)
     served.wait_for("draining", 10)
     late = client("generate", "The tide", "--address", address)
     late.communicate(timeout=60)

@@ -20,7 +20,7 @@ from tests.support.local_cluster import LocalCluster
 from tests.support.processes import REPOSITORY, worker_config
 from tests.support.reference import divergences, load_reference
 
-pytestmark = [pytest.mark.model, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
 NEW_TOKENS = 48
 BLOCK = 16
@@ -40,7 +40,9 @@ def _prompts(model: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def clusters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LocalCluster]]:
     def config(role: Role):  # type: ignore[no-untyped-def]
-        made = worker_config(demo_model, role, block_size=BLOCK, num_blocks=1024, served_name="smollm2-135m")
+        made = worker_config(
+            demo_model, role, block_size=BLOCK, num_blocks=1024, served_name="smollm2-135m", prefix_cache=False
+        )
         return replace(made, engine=replace(made.engine, threads=2))
 
     folder = tmp_path_factory.mktemp("real")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdcore.config import KvCodecByClass
 from pdcore.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ReplaysExhausted, Unavailable
 from pdcore.types import RequestKey, Role
 from protos import worker_pb2
@@ -80,6 +81,56 @@ async def test_prefill_then_decode(model: Path) -> None:
         await cluster.empty()
         assert cluster["p0"].commands["abort", "r1"] == cluster["d0"].commands["abort", "r1"] == 0
         assert cluster["d0"].commands["generate", "r1"] == 0
+
+
+async def test_codec_and_salt_reach_both_workers(model: Path) -> None:
+    """The client's word, else the class's; and what the workers say of the codec comes back."""
+    workers = [
+        NullWorker("p0", Role.PREFILL, codecs=("raw", "q8")),
+        NullWorker("d0", Role.DECODE, codecs=("raw", "q8")),
+    ]
+    by_class = KvCodecByClass(batch="q8", interactive="raw")
+    async with NullCluster(model, workers, kv_codec_by_class=by_class) as cluster:
+        seen: dict[str, set[tuple[str, str]]] = {}
+
+        async def look(point: str, key: RequestKey, _: int) -> None:
+            for worker in workers:
+                for held, job in worker.held.items():
+                    seen.setdefault(held.request_id, set()).add((job.request.kv_codec, job.request.cache_salt))
+
+        for worker in workers:
+            worker.hook = look
+        for name, fields in {
+            "asked": {"kv_codec": "raw", "priority": "batch", "cache_salt": "s"},
+            "batch": {"priority": "batch"},
+            "interactive": {"priority": "interactive"},
+            "standard": {},
+        }.items():
+            answer = await cluster.client.complete([1, 2], Sampling(max_tokens=2), request_id=name, **fields)
+            assert (answer.end.timeline.kv.codec, answer.end.timeline.kv.codec_reason) == ("raw", "all it has")
+        ids = {key.rpartition("/")[2]: values for key, values in seen.items()}
+        assert ids == {
+            "asked": {("raw", "s")},
+            "batch": {("q8", "")},
+            "interactive": {("raw", "")},
+            "standard": {("", "")},
+        }
+
+
+async def test_a_codec_that_a_worker_lacks_is_refused(model: Path) -> None:
+    workers = [
+        NullWorker("p0", Role.PREFILL, codecs=("raw", "zstd", "q8")),
+        NullWorker("d0", Role.DECODE, codecs=("raw", "zstd", "q8")),
+        NullWorker("d1", Role.DECODE, codecs=("raw", "zstd")),
+    ]
+    async with NullCluster(model, workers) as cluster:
+        for codec in ("q8", "q9"):
+            with pytest.raises(InvalidRequest, match=f"kv_codec: must be one of auto, raw, zstd, got '{codec}'"):
+                await cluster.client.complete([1, 2], Sampling(max_tokens=2), kv_codec=codec)
+        await cluster.empty()
+    async with NullCluster(model, [NullWorker("a0", Role.AGGREGATED)]) as cluster:
+        answer = await cluster.client.complete([1, 2], Sampling(max_tokens=2), kv_codec="q8")
+        assert answer.end.timeline.mode == "local"
 
 
 async def test_the_first_token_comes_before_the_transfer(model: Path) -> None:
@@ -379,7 +430,7 @@ async def test_an_idle_worker_that_moves_stays_connected(model: Path) -> None:
 async def test_a_request_goes_to_a_worker_that_can_hold_it(model: Path) -> None:
     workers = [NullWorker("p0", Role.PREFILL, num_blocks=2), NullWorker("d0", Role.DECODE, num_blocks=8)]
     workers.append(NullWorker("d1", Role.DECODE))
-    async with NullCluster(model, workers, no_route_grace_s=0.5) as cluster:
+    async with NullCluster(model, workers, worker_wait_s=0.5) as cluster:
         for number in range(4):
             answer = await cluster.client.complete([number], Sampling(max_tokens=128))
             assert answer.end.timeline.decode_worker == "d1"
@@ -437,7 +488,7 @@ async def test_a_bug_in_one_request_ends_no_session(model: Path, monkeypatch: py
 
 
 async def test_nothing_is_armed_after_the_stop(model: Path) -> None:
-    async with NullCluster(model, pair(), no_route_grace_s=0.05) as cluster:
+    async with NullCluster(model, pair(), worker_wait_s=0.05) as cluster:
         dispatcher = cluster.dispatcher
         await cluster.router.stop()
         assert dispatcher._no_route_timer is None or dispatcher._no_route_timer.cancelled()
@@ -465,7 +516,7 @@ async def test_a_restarted_worker_is_used_again(model: Path) -> None:
 
 
 async def test_requests_wait_for_a_restart_but_not_for_ever(model: Path) -> None:
-    async with NullCluster(model, pair(), no_route_grace_s=0.5) as cluster:
+    async with NullCluster(model, pair(), worker_wait_s=0.5) as cluster:
         Crash(cluster["d0"], "token", index=2)
         with pytest.raises(Unavailable, match="no decode or aggregated worker"):
             await cluster.client.complete([1], Sampling(max_tokens=9))

@@ -88,7 +88,7 @@ def test_a_revocation_that_comes_while_a_ticket_is_granted_finds_it(
 
 def test_a_dead_housekeeper_is_a_failed_decode_worker(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with decode_worker(model) as worker:
-        table = worker.runtime.handler.receiver._table  # type: ignore[attr-defined]
+        table = worker.runtime.handler.receiver._desk.table  # type: ignore[attr-defined]
 
         def broken(now: float) -> None:
             raise RuntimeError("a bug")

@@ -33,7 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _config(model: Path, role: Role, **engine: object) -> WorkerConfig:
     from tests.support.processes import worker_config
 
-    return worker_config(model, role, **engine)  # type: ignore[arg-type]
+    # Without a prefix cache, so that what is compared to a transfer is computed on its own, and all of it is sent.
+    return worker_config(model, role, **({"prefix_cache": False} | engine))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -155,7 +156,7 @@ def test_the_receiver_counts_the_transfer(pair: Pair) -> None:
     assert stats.raw_bytes == 100 * geometry.bytes_per_token
     assert stats.blocks == 7
     assert stats.wire_bytes > 0
-    assert stats.transport == "grpc"
+    assert stats.transport == "shm"
     assert pair.d.load is not None
     assert not any(pair.d.load.recomputed_tokens.values()), "a decode worker that prefills again is a fault"
     pair.at_rest()
@@ -383,11 +384,11 @@ def test_an_abort_that_comes_while_a_ticket_is_granted_leaves_nothing(
     receiver = handler.receiver  # type: ignore[attr-defined]
     grant = receiver.grant
 
-    def slow_grant(key: RequestKey, *arguments: object) -> object:
+    def slow_grant(key: RequestKey, *arguments: object, **more: object) -> object:
         aborter = threading.Thread(target=handler.abort, args=(key, "test"))
         aborter.start()
         aborter.join(0.3)
-        return grant(key, *arguments)
+        return grant(key, *arguments, **more)
 
     monkeypatch.setattr(receiver, "grant", slow_grant)
     spec = spec_of(prompt_of(60))
@@ -398,7 +399,7 @@ def test_an_abort_that_comes_while_a_ticket_is_granted_leaves_nothing(
 def test_a_ticket_that_cannot_be_granted_costs_no_blocks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     receiver = pair.decode_worker.runtime.handler.receiver  # type: ignore[attr-defined]
 
-    def no_grant(*_: object) -> None:
+    def no_grant(*_: object, **__: object) -> None:
         raise TicketError("the receiver is closing")
 
     monkeypatch.setattr(receiver, "grant", no_grant)

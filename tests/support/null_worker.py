@@ -89,6 +89,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         refuse: Refuse | None = None,
         step_s: float = 0.0,
         heartbeat_s: float = 0.1,
+        codecs: tuple[str, ...] = ("raw",),
     ) -> None:
         self.worker_id = worker_id
         self.role = role
@@ -99,6 +100,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         self.commands: Counter[tuple[str, str]] = Counter()
         self.hook, self.refuse, self.script = hook, refuse, script
         self.step_s = step_s
+        self.codecs = codecs
         self.sessions = 0
         self.silent = self.hung = self.draining = False
         self._max_num_seqs = max_num_seqs
@@ -163,7 +165,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             role=role_to_proto(self.role),
             model=model_to_proto(self.model),
             geometry=geometry_to_proto(self.geometry),
-            codecs=["raw"],
+            codecs=self.codecs,
             transports=["grpc"],
             max_num_batched_tokens=512,
             max_num_seqs=self._max_num_seqs,
@@ -344,6 +346,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             raw_bytes=manifest.num_tokens * self.geometry.bytes_per_token,
             wire_bytes=100,
             codec="raw",
+            codec_reason="all it has",
             transport="grpc",
             seconds=0.001,
             frames=1,

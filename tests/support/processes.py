@@ -33,6 +33,7 @@ def worker_config(
     scheduler: SchedulerConfig | None = None,
     transfer: TransferConfig | None = None,
     served_name: str = "tiny",
+    prefix_cache: bool = True,
 ) -> WorkerConfig:
     """A worker of the test cluster: one thread, small pool, quick to notice silence."""
     return WorkerConfig(
@@ -45,6 +46,7 @@ def worker_config(
             block_size=block_size,
             num_blocks=num_blocks,
             threads=1,
+            prefix_cache=prefix_cache,
             scheduler=scheduler or SchedulerConfig(),
         ),
         transfer=transfer or TransferConfig(),

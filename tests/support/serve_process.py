@@ -74,6 +74,10 @@ class ServeProcess:
     def signal(self, signum: int) -> None:
         self._process.send_signal(signum)
 
+    def signal_group(self, signum: int) -> None:
+        """As `timeout` or a closing terminal does: the signal goes to Ray's processes as well."""
+        os.killpg(self._process.pid, signum)
+
     def wait(self, timeout_s: float = 60.0) -> int:
         """Exit status."""
         status = self._process.wait(timeout_s)
