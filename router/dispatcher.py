@@ -39,8 +39,6 @@ MAX_BACKOFF_S = 0.5
 PUMP_INTERVAL_S = 0.001
 RECENT_IDS = 4096
 
-_MOSTLY_HELD = "the decode worker holds nearly all of the prompt"
-
 _FINISH = {
     worker_pb2.TOKEN_FINISH_UNSPECIFIED: None,
     worker_pb2.TOKEN_FINISH_STOP: FinishReason.STOP,
@@ -258,7 +256,9 @@ class Dispatcher:
                 declined = active.tracker.reserve_declined(worker_id, reply.attempt)
                 if declined is not None:
                     self.perform(active, declined)
-                    self._start(active, Route(Mode.LOCAL, worker_id, None, _MOSTLY_HELD), self._clock.now())
+                    ticket = reply.granted
+                    reason = f"the decode worker holds {ticket.prefix_tokens} of {ticket.num_tokens} tokens already"
+                    self._start(active, Route(Mode.LOCAL, worker_id, None, reason), self._clock.now())
                     return
             self.perform(active, active.tracker.reserve_granted(worker_id, reply.attempt), reply.granted)
             return

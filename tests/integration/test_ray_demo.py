@@ -81,7 +81,8 @@ def test_demo_sends_kv_and_leaves_nothing_behind(tmp_path: Path, demo_model: Pat
         assert types(kv) == KV_KEYS
         assert (request["prefill_worker"], request["decode_worker"]) == ("prefill-0", "decode-0")
         assert 0 < kv["wire_bytes"] < kv["raw_bytes"]
-        assert kv["blocks"] * 16 >= request["prompt_tokens"] > 0
+        # All but the block or two with which every chat begins: those the decode worker has from the first one.
+        assert (kv["blocks"] + 2) * 16 >= request["prompt_tokens"] > 0
         assert kv["codec"]
         assert kv["transport"]
         assert kv["seconds"] > 0
