@@ -74,27 +74,45 @@ def generate(
         "seed": seed,
         "min_tokens": min_tokens,
     }
+    texts = {"--model": model, "--request-id": request_id, "--cache-salt": cache_salt, "--kv-codec": kv_codec}
+    texts |= {"--system": system or "", "the prompt": prompt or ""} | {"--stop": "".join(stop or ())}
+    for name, text in texts.items():
+        if not _is_text(text):
+            raise fail(f"{name} is not valid UTF-8", EXIT_USAGE)
     request = generation_pb2.GenerateRequest(
         request_id=request_id, model=model, kv_codec=kv_codec, cache_salt=cache_salt
     )
     _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
-    try:
-        request.sampling.MergeFrom(
-            generation_pb2.Sampling(
-                stop=stop or [],
-                stop_token_ids=stop_token or [],
-                ignore_eos=ignore_eos,
-                **{name: value for name, value in sampling.items() if value is not None},  # type: ignore[arg-type]
-            )
-        )
-    except (ValueError, TypeError) as error:
-        raise fail(f"a sampling flag is out of range: {error}", EXIT_USAGE) from error
+    request.sampling.MergeFrom(generation_pb2.Sampling(stop=stop or [], ignore_eos=ignore_eos))
+    for name, value in {**sampling, "stop_token": stop_token}.items():
+        if value is not None:
+            _set_sampling(request.sampling, name, value)
     with connect(address) as channel:
         answer = _stream(channel, request, address, timeout=timeout, echo=not as_json)
     if as_json:
         print(json.dumps({**answer.to_dict(), "token_ids": answer.token_ids}, indent=2))
     if timeline:
         Console(stderr=True).print(timeline_table([answer]))
+
+
+def _is_text(text: str) -> bool:
+    """False for arguments whose bytes are no UTF-8: Python keeps those as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _set_sampling(message: generation_pb2.Sampling, name: str, value: float | list[int]) -> None:
+    try:
+        if isinstance(value, list):
+            message.stop_token_ids.extend(value)
+        else:
+            setattr(message, name, value)
+    except (ValueError, TypeError) as error:
+        flag = f"--{name.replace('_', '-')}"
+        raise fail(f"{flag}: {value} is not allowed; allowed: what fits in its type ({error})", EXIT_USAGE) from error
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -118,8 +136,10 @@ def _set_input(
     elif token_ids:
         request.token_ids.SetInParent()
         for word in re.split(r"[\s,]+", prompt.strip()):
-            if not word.isascii() or not word.isdigit() or int(word) >= 1 << 32:
-                raise fail(f"--token-ids: {word!r} is not allowed; allowed: numbers, as in '504, 3575'", EXIT_USAGE)
+            if not word.isascii() or not word.isdigit() or len(word) > 10 or int(word) >= 1 << 32:
+                raise fail(
+                    f"--token-ids: {word[:40]!r} is not allowed; allowed: numbers, as in '504, 3575'", EXIT_USAGE
+                )
             request.token_ids.ids.append(int(word))
     else:
         request.prompt = prompt

@@ -229,8 +229,11 @@ def test_generate_does_not_take_half_an_answer_for_a_whole_one(cluster: Scripted
         (("--system", "x"), "--system needs --chat"),
         (("--chat", "--token-ids"), "exclude each other"),
         (("--token-ids",), "'Why?' is not allowed"),
-        (("--max-tokens", "-1"), "a sampling flag is out of range"),
-        (("--seed", str(2**64)), "a sampling flag is out of range"),
+        (("--max-tokens", "-1"), "--max-tokens: -1 is not allowed"),
+        (("--seed", str(2**64)), "--seed: "),
+        (("--stop-token", "-7"), "--stop-token: [-7] is not allowed"),
+        (("--request-id", "\udcff"), "--request-id is not valid UTF-8"),
+        (("--stop", "\udcff"), "--stop is not valid UTF-8"),
     ],
 )
 def test_generate_refuses_bad_flags_without_asking_the_cluster(
