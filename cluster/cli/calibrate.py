@@ -30,7 +30,7 @@ def calibrate(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the served model: bfloat16 or float16.")] = "bfloat16",
 ) -> None:
-    """Calibrate the KV codec tc4 for a model. Takes a minute or two for a small model.
+    """Calibrate the KV codec tc4 for a model. Takes a few minutes for a small model.
 
     Prints the file's path. Give it to a cluster as transfer.calibration; all its workers need to see it.
 

@@ -85,8 +85,8 @@ def codecs(
     console.print(quality_table(results))
     console.print(
         f"{counted} prompts of the built-in texts, {tokens} tokens scored after each. Speeds are of one core.\n"
-        "KL: mean over the tokens, in nats. top-1: points by which the likeliest token is right more often, and\n"
-        "its 95% interval over prompts. same: share of tokens whose greedy choice stays.",
+        "KL: mean over the tokens, in nats. top-1: points by which the likeliest token is right more often,\n"
+        "and its 95% interval over prompts. same: share of tokens whose greedy choice stays.",
         highlight=False,
     )
     if json_file is not None:

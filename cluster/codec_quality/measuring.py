@@ -41,8 +41,8 @@ class Quality:
 
     Attributes:
         ratio: bytes of the KV over bytes of the payloads; 1 for the control.
-        encode_gb_s, decode_gb_s: decoded bytes per second of processor time on one core, 1e9 bytes; None for the
-            control.
+        encode_gb_s, decode_gb_s: decoded bytes per second of processor time on one core, 1e9 bytes, in the median
+            over prompts; None for the control, and for the decoding of what was all sent raw.
         kl: mean KL divergence of the next token's distribution from the reference's, in nats.
         top1: percentage points by which the likeliest next token is right more often than the reference's, against
             the text. top1_low, top1_high: its 95% interval, by resampling prompts.
@@ -76,8 +76,8 @@ class _Tally:
             codec=name,
             lossless=lossless,
             ratio=raw / sum(coded.payload_bytes for coded in self.coded) if self.coded else 1.0,
-            encode_gb_s=_speed(raw, sum(coded.encode_s for coded in self.coded)),
-            decode_gb_s=_speed(raw, sum(coded.decode_s for coded in self.coded)),
+            encode_gb_s=_speed([(coded.raw_bytes, coded.encode_s) for coded in self.coded]),
+            decode_gb_s=_speed([(coded.raw_bytes, coded.decode_s) for coded in self.coded]),
             kl=float(np.mean([score.kl for score in self.scores])),
             top1=float(top1.mean()),
             top1_low=low,
@@ -134,5 +134,7 @@ def measure(
     return [tally.quality(name, lossless.get(name, False)) for name, tally in tallies.items()]
 
 
-def _speed(num_bytes: int, seconds: float) -> float | None:
-    return num_bytes / seconds / 1e9 if seconds > 0 else None
+def _speed(runs: Sequence[tuple[int, float]]) -> float | None:
+    """The median over prompts: now and then others on the machine slow one down. None if nothing was done."""
+    speeds = [num_bytes / seconds for num_bytes, seconds in runs if seconds > 0]
+    return float(np.median(speeds)) / 1e9 if speeds else None
