@@ -55,7 +55,7 @@ def main(report: Path, model: str) -> None:
                 "status": jobs.get_job_status(JOB).value,
                 "logs": jobs.get_job_logs(JOB),
                 "folders": folders,
-                "actors_left": actor_processes(),
+                "actors_left": actors_left(),
             }
         )
     )
@@ -84,6 +84,14 @@ def actor_processes() -> list[int]:
     """Worker actors of this namespace. Ray names a process after the actor in it."""
     processes = psutil.process_iter(["cmdline"])
     return [process.pid for process in processes if "Actor" in " ".join((process.info["cmdline"] or [])[:1])]
+
+
+def actors_left(timeout_s: float = 10.0) -> list[int]:
+    """Those that are still there after a moment: a process takes some time to go when it has said that it ends."""
+    deadline = time.monotonic() + timeout_s
+    while (left := actor_processes()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def working_folders() -> list[str]:
