@@ -24,7 +24,7 @@ class PagedKvCache:
     whatever the blocks of others hold. Memory is zero at first and taken from the system as blocks are first used.
 
     `gather` and `scatter` copy single-threaded and without the GIL, for they run beside the engine's own threads.
-    They may be called from several threads at once on disjoint blocks.
+    They may be called from several threads at once: gathers on any blocks, a scatter on blocks nobody else touches.
     """
 
     def __init__(self, geometry: KvGeometry) -> None:

@@ -29,10 +29,10 @@ _RATIOS: Final[Mapping[str, float]] = MappingProxyType(
         "bexp3": 1.39,
         "q8": 1.94,
         "q8-zstd": 2.2,
-        "k6v4": 3.0,
-        "k4v4": 3.7,
+        "k6v4": 2.8,
+        "k4v4": 3.4,
         "tc4": 4.0,
-        "fp8": 2.0,
+        "fp8": 1.94,
     }
 )
 _OTHER_RATIOS: Final[Mapping[tuple[str, str], float]] = MappingProxyType(

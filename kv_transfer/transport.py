@@ -21,7 +21,8 @@ from pdcore.types import KvGeometry, KvTransferStats, RequestKey
 class KvStore(Protocol):
     """A paged cache in its backend's own layout, seen through the canonical one: (layer, K or V, token, head, dim).
 
-    Both calls may be made from several threads at once on disjoint blocks, and release the GIL for their bulk.
+    Both calls may be made from several threads at once (gathers on any blocks, a scatter on blocks that nobody else
+    touches), and release the GIL for their bulk.
     """
 
     geometry: KvGeometry

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the session and KV protocols spoken by this build."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from ray.exceptions import RaySystemError
 
 from cluster import pools
 from cluster.config import ClusterConfig
+from cluster.config_file import load_config
 from cluster.pools import WorkerPools
 from cluster.ray_session import RaySession
 from decode_worker.actor import DecodeActor
@@ -130,6 +132,23 @@ async def test_a_drain_does_not_wait_for_a_worker_that_is_not_there(monkeypatch:
         assert await cluster.drain(30.0), "its requests are elsewhere"
     assert worker.kills == [False]
     await cluster.stop()
+
+
+def test_a_ray_that_does_not_come_up_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says so by a bare Exception."""
+
+    def slow(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr("cluster.ray_session.ray.init", slow)
+    monkeypatch.setattr("cluster.ray_session.ray.shutdown", lambda: None)
+    config = load_config(None, {"ray.address": "local"})
+    try:
+        with pytest.raises(PdserveError, match=r"cannot start a local Ray: The current node timed out.*logs are in"):
+            RaySession.open(config, log_to_driver=False)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # `open` has a thread to itself, outside of tests
 
 
 @pytest.mark.parametrize("shell", [PrefillActor, DecodeActor])

@@ -273,7 +273,7 @@ def test_two_routers_may_use_the_same_request_id(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        ({"protocol_min": 7, "protocol_max": 9}, ("protocol version", "1", "7 to 9")),
+        ({"protocol_min": 7, "protocol_max": 9}, ("protocol version", "2", "7 to 9")),
         ({"model_digest": "feed"}, ("model digest", "feed")),
         ({"worker_incarnation": "yesterday"}, ("incarnation", "yesterday")),
         ({"router_incarnation": "a/b"}, ("router incarnation", "a/b")),

@@ -47,6 +47,9 @@ def request(
     seed: int = 0,
     stop: Sequence[int] = (),
     min_tokens: int = 0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     vocab_size: int = 256,
     salt: str = "",
 ) -> RequestSpec:
@@ -55,7 +58,7 @@ def request(
         start = sum(name.encode())
         prompt = [(start + 7 * i * i + i) % vocab_size for i in range(prompt)]
     params = SamplingParams(
-        max_tokens, temperature=temperature, seed=seed, stop_token_ids=tuple(stop), min_tokens=min_tokens
+        max_tokens, temperature, top_k, top_p, min_p, seed=seed, stop_token_ids=tuple(stop), min_tokens=min_tokens
     )
     return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt)
 
