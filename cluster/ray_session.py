@@ -111,7 +111,7 @@ class RaySession:
                     logging_level=logging.ERROR,
                     log_to_driver=log_to_driver,
                 )
-        except Exception as error:
+        except Exception as error:  # Ray raises bare ones as well, when its start takes too long
             hint = (
                 f"Ray's logs are in {folder}; a busy machine may need a second try"
                 if owned
