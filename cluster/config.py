@@ -24,6 +24,7 @@ from pdcore.config import (
     SchedulerConfig,
     TransferConfig,
     WorkerConfig,
+    convertible,
 )
 from pdcore.errors import ConfigError, ModelError
 from pdcore.types import KvGeometry, Role
@@ -83,6 +84,9 @@ class PoolSection(Section):
     num_blocks: PositiveInt | None = Field(
         default=None, description="size of each worker's KV pool in blocks, not in memory"
     )
+    dtype: Dtype | None = Field(
+        default=None, description="type of weights, arithmetic and KV cache of this pool; default: the cluster's"
+    )
     num_cpus: float = Field(
         default=0, ge=0, description="CPUs that Ray sets aside for each worker; 0 lets it run beside others"
     )
@@ -139,6 +143,11 @@ class TransferSection(Section):
         default=0.5, gt=0, le=1, description="share of a decode worker's KV pool that waiting transfers may hold"
     )
     max_frame_retries: int = Field(default=2, ge=0, description="how often a damaged frame is sent again")
+    kv_conversion: Literal["exact", "rounding"] = Field(
+        default="exact",
+        description="where the decode pool has another dtype than the prefill pool: exact takes its KV only if no "
+        "number changes (to float32), rounding in any case",
+    )
     receive_threads: int = Field(default=1, ge=1, description="threads that unpack received KV, per decode worker")
     cpu_affinity: Cores = Field(
         default="auto",
@@ -221,7 +230,9 @@ class ClusterConfig(Section):
     served_name: str | None = Field(
         default=None, min_length=1, description="the model's name for clients; default: its own"
     )
-    dtype: Dtype = Field(default="bfloat16", description="type of weights, arithmetic and KV cache")
+    dtype: Dtype = Field(
+        default="bfloat16", description="type of weights, arithmetic and KV cache, of pools that name no other"
+    )
     device: Literal["cpu"] = Field(default="cpu", description="where the model runs")
     max_model_len: PositiveInt | None = Field(
         default=None, description="prompt and output tokens of one request; default: the model's own limit"
@@ -247,6 +258,10 @@ class ClusterConfig(Section):
         """The section of one pool."""
         pools = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.AGGREGATED: self.aggregated}
         return pools[role]
+
+    def pool_dtype(self, role: Role) -> str:
+        """Type of weights, arithmetic and KV cache of one pool."""
+        return self.pool(role).dtype or self.dtype
 
     def worker_configs(
         self,
@@ -332,10 +347,15 @@ class ClusterConfig(Section):
             f"router.kv_codec_by_class.{name}": codec
             for name, codec in self.router.kv_codec_by_class.model_dump().items()
         }
+        source, target = self.pool_dtype(Role.PREFILL), self.pool_dtype(Role.DECODE)
+        disaggregated = counts[Role.PREFILL] and counts[Role.DECODE]
+        if disaggregated and not convertible(source, target, self.transfer.kv_conversion):
+            allowed = f"{source} or float32 while prefill has {source}, unless transfer.kv_conversion is rounding"
+            raise ConfigError("decode.dtype", target, allowed)
         for key, codec in chosen.items():
-            if codec is not None and self.dtype not in CODEC_DTYPES.get(codec, (self.dtype,)):
-                fitting = [name for name in CODEC_CHOICES if self.dtype in CODEC_DTYPES.get(name, (self.dtype,))]
-                raise ConfigError(key, codec, f"{', '.join(fitting)} while dtype is {self.dtype}")
+            if codec is not None and source not in CODEC_DTYPES.get(codec, (source,)):
+                fitting = [name for name in CODEC_CHOICES if source in CODEC_DTYPES.get(name, (source,))]
+                raise ConfigError(key, codec, f"{', '.join(fitting)} while the prefill pool's dtype is {source}")
         if self.dead_after_s < 2 * self.heartbeat_s:
             raise ConfigError("dead_after_s", self.dead_after_s, f"at least twice heartbeat_s ({self.heartbeat_s})")
         plan = CorePlan(0, (), ())
@@ -369,7 +389,7 @@ class ClusterConfig(Section):
                 model_path=model_path,
                 served_name=served_name,
                 device=self.device,
-                dtype=self.dtype,
+                dtype=self.pool_dtype(role),
                 block_size=pool.block_size,
                 num_blocks=num_blocks,
                 max_model_len=self.max_model_len,
@@ -402,6 +422,7 @@ class ClusterConfig(Section):
             send_timeout_s=section.send_timeout_s,
             max_reserved_fraction=section.max_reserved_fraction,
             max_frame_retries=section.max_frame_retries,
+            kv_conversion=section.kv_conversion,
             receive_threads=section.receive_threads,
             cpu_affinity=plan.transfer if section.cpu_affinity == "auto" else section.cpu_affinity,
         )
@@ -410,7 +431,7 @@ class ClusterConfig(Section):
         pool = self.pool(role)
         if pool.num_blocks is not None:
             return pool.num_blocks
-        block_bytes = pool.block_size * kv_bytes_per_token(model_path, self.dtype)
+        block_bytes = pool.block_size * kv_bytes_per_token(model_path, self.pool_dtype(role))
         if pool.kv_memory < block_bytes:
             raise ConfigError(f"{role}.kv_memory", int(pool.kv_memory), f"at least one block: {block_bytes} bytes")
         return int(pool.kv_memory) // block_bytes

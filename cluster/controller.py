@@ -86,7 +86,9 @@ class ClusterController:
         self._on_ray()
         self._report(f"Ray is up ({time.monotonic() - started:.1f} s)")
         host = self._internal_host(session)
-        self._membership = MembershipServer(host, dead_after_s=config.dead_after_s)
+        self._membership = MembershipServer(
+            host, dead_after_s=config.dead_after_s, kv_conversion=config.transfer.kv_conversion
+        )
         await self._membership.start()
         configs = config.worker_configs(
             model_path=path,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from pdcore.config import convertible
 from pdcore.errors import ConfigError
-from protos import membership_pb2, membership_pb2_grpc
+from protos import membership_pb2, membership_pb2_grpc, worker_pb2
 from worker.grpc_options import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
     Everything happens on the event loop that `start` runs on; nothing here blocks it.
 
     The first worker fixes the model and the shape of its KV for the life of the server; one that differs is refused,
-    since its KV could not be exchanged. Block sizes are local to a worker and may differ. A worker that comes back
+    since its KV could not be exchanged. The first worker of each role fixes that pool's dtype. Block sizes are local
+    to a worker and may differ. A worker that comes back
     with a new incarnation replaces the old one, which is refused from then on.
 
     Args:
@@ -43,6 +45,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         port: 0 picks a free one.
         dead_after_s: seconds of silence after which a worker is removed.
         refresh_s: seconds after which a watcher gets the list again though nothing changed.
+        kv_conversion: what decode workers do with KV of another dtype, see `TransferConfig`.
         on_change: called after every change, with the new list.
     """
 
@@ -53,6 +56,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         *,
         dead_after_s: float = 3.0,
         refresh_s: float = 2.0,
+        kv_conversion: str = "exact",
         on_change: Callable[[membership_pb2.MemberList], None] = lambda members: None,
     ) -> None:
         self.address = ""
@@ -61,7 +65,9 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         self._on_change = on_change
         self._entries: dict[str, _Entry] = {}
         self._replaced: dict[str, set[str]] = {}  # worker id -> incarnations that have a successor
+        self._kv_conversion = kv_conversion
         self._reference: membership_pb2.WorkerDescription | None = None
+        self._first_of: dict[int, membership_pb2.WorkerDescription] = {}  # by role
         self._version = 0
         self._changed = asyncio.Event()
         self._closing = False
@@ -172,7 +178,20 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
             )
         if self._reference is None:
             return ""
-        return _difference(self._reference, worker)
+        return _difference(self._reference, worker) or self._dtype_misfit(worker)
+
+    def _dtype_misfit(self, worker: membership_pb2.WorkerDescription) -> str:
+        alike = self._first_of.get(worker.role)
+        if alike is not None and alike.geometry.dtype != worker.geometry.dtype:
+            return _differing(alike, worker, "dtype")
+        first = {**self._first_of, worker.role: worker}
+        source, target = first.get(worker_pb2.WORKER_ROLE_PREFILL), first.get(worker_pb2.WORKER_ROLE_DECODE)
+        if source is None or target is None:
+            return ""
+        if convertible(source.geometry.dtype, target.geometry.dtype, self._kv_conversion):
+            return ""
+        other = target if worker is source else source
+        return _differing(other, worker, "dtype") + "; transfer.kv_conversion rounding would allow that"
 
     def _enter(self, registration: membership_pb2.Registration) -> _Entry:
         worker = registration.worker
@@ -184,6 +203,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
             self._end(old, grpc.StatusCode.FAILED_PRECONDITION, f"replaced by incarnation {worker.incarnation!r}")
         if self._reference is None:
             self._reference = worker
+        self._first_of.setdefault(worker.role, worker)
         entry = _Entry(worker, registration.state)
         self._entries[worker.worker_id] = entry
         self._bump()
@@ -226,11 +246,17 @@ def _difference(reference: membership_pb2.WorkerDescription, worker: membership_
 
     The digest covers the others and says least to a person, so it is compared last.
     """
-    for name in ("dtype", "num_layers", "num_kv_heads", "head_dim", "model_digest"):
-        ours, theirs = getattr(reference.geometry, name), getattr(worker.geometry, name)
-        if ours != theirs:
-            return (
-                f"{name} differs: the cluster has {ours!r} (model {reference.model.name!r}, from "
-                f"{reference.worker_id}), {worker.worker_id} has {theirs!r} (model {worker.model.name!r})"
-            )
+    for name in ("num_layers", "num_kv_heads", "head_dim", "model_digest"):
+        if getattr(reference.geometry, name) != getattr(worker.geometry, name):
+            return _differing(reference, worker, name)
     return ""
+
+
+def _differing(
+    reference: membership_pb2.WorkerDescription, worker: membership_pb2.WorkerDescription, name: str
+) -> str:
+    ours, theirs = getattr(reference.geometry, name), getattr(worker.geometry, name)
+    return (
+        f"{name} differs: the cluster has {ours!r} (model {reference.model.name!r}, from {reference.worker_id}), "
+        f"{worker.worker_id} has {theirs!r} (model {worker.model.name!r})"
+    )

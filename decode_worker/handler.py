@@ -26,7 +26,7 @@ from pdcore.errors import PdserveError, TicketError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
 from worker.events import prefill_notice, token_event
-from worker.handler import NoRoom, NotMyRole, Reporter, failed_notice, stats_notice
+from worker.handler import NoRoom, NotMyRole, Reporter, TransferLoad, failed_notice, stats_notice
 
 _REVOKED = "revoked: a running sequence needs the blocks"
 
@@ -190,8 +190,12 @@ class DecodeHandler:
         with self._lock:
             return list({*self._requests, *(spec.key for spec in self._tickets.values())})
 
-    def transfers(self) -> tuple[int, int]:
-        return (0 if self.receiver is None else self.receiver.open_tickets), 0
+    def transfers(self) -> TransferLoad:
+        if self.receiver is None:
+            return TransferLoad(0, 0, {})
+        counters = self.receiver.counters
+        events = {"frames_rejected": counters.rejected, "tickets_failed": counters.failed}
+        return TransferLoad(self.receiver.open_tickets, 0, events)
 
     def end_streams(self) -> None:
         if self.receiver is not None:

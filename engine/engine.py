@@ -93,7 +93,7 @@ class Engine:
         self._steps_done = 0
         self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
         self._preemptions = 0
-        self._recomputed = {"preempt": 0, "replay": 0}
+        self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
         self._cached_tokens = 0
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -289,7 +289,7 @@ class Engine:
                     continue
                 preempt, replay = sequence.recomputed(start, end)
                 self._recomputed["preempt"] += preempt
-                self._recomputed["replay"] += replay
+                self._recomputed["rebuild" if sequence.spec.rebuild else "replay"] += replay
                 sequence.num_computed = end
                 if end // self._block_size > sequence.num_published:
                     self._publish(sequence)

@@ -78,22 +78,30 @@ class PagedKvCache:
             np.copyto(out[:, :, token : token + count], layers[:, :, :, slot : slot + count].swapaxes(2, 3))
         return torch.from_numpy(out).view(self.dtype)
 
-    def scatter(self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor) -> None:
-        """Copy K and V into the cache; the inverse of `gather`, `values` as it returns them.
+    def scatter(
+        self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor, head_start: int = 0
+    ) -> None:
+        """Copy K and V into the cache; the inverse of `gather`, `values` as it returns them, or fewer heads of it.
+
+        Args:
+            head_start: where the heads of `values` begin, counted from this cache's first.
 
         Raises:
-            ValueError: a layer, token or block is out of range, or `values` has another shape or dtype.
+            ValueError: a layer, token, head or block is out of range, or `values` has another shape or dtype.
         """
         geometry = self.geometry
-        expected = (2, geometry.num_kv_heads, geometry.head_dim)
-        if values.dim() != 5 or (values.shape[1], *values.shape[3:]) != expected or values.dtype != self.dtype:
+        shaped = values.dim() == 5 and (values.shape[1], values.shape[4]) == (2, geometry.head_dim)
+        if not shaped or values.dtype != self.dtype:
             raise ValueError(
-                f"values must be {self.dtype} [layers, 2, tokens, {geometry.num_kv_heads}, {geometry.head_dim}], "
+                f"values must be {self.dtype} [layers, 2, tokens, heads, {geometry.head_dim}], "
                 f"got {values.dtype} {list(values.shape)}"
             )
+        head_stop = head_start + values.shape[3]
+        if not 0 <= head_start < head_stop <= geometry.num_kv_heads:
+            raise ValueError(f"heads {head_start}..{head_stop} are not within 0..{geometry.num_kv_heads}")
         self._check_layers(layer_start, values.shape[0])
         source = values.contiguous().view(torch.uint8).numpy().view(self._canonical.dtype)
-        layers = self._canonical[layer_start : layer_start + values.shape[0]]
+        layers = self._canonical[layer_start : layer_start + values.shape[0], :, head_start:head_stop]
         for token, slot, count in self._runs(block_ids, token_start, values.shape[2]):
             np.copyto(layers[:, :, :, slot : slot + count].swapaxes(2, 3), source[:, :, token : token + count])
 

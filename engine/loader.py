@@ -37,7 +37,7 @@ def load_runner(config: EngineConfig) -> CpuModelRunner:
         )
     weights = WeightFiles(folder)
     storage: torch.dtype = getattr(torch, config.dtype)
-    digest = model_digest(architecture, weights, config.dtype)
+    digest = model_digest(architecture, weights)
     with torch.inference_mode():
         network = LlamaModel(architecture, weights, storage, compute_dtype(storage), max_len)
     model = ModelInfo(config.served_name, digest, max_len, architecture.vocab_size, config.dtype)
@@ -53,10 +53,11 @@ def load_runner(config: EngineConfig) -> CpuModelRunner:
     return CpuModelRunner(network, model, geometry, config.scheduler.max_num_seqs)
 
 
-def model_digest(architecture: LlamaConfig, weights: WeightFiles, dtype: str) -> str:
-    """Hex digest of what decides a model's KV: architecture with rope parameters, weights, and dtype.
+def model_digest(architecture: LlamaConfig, weights: WeightFiles) -> str:
+    """Hex digest of what decides a model's KV, but for the type it is computed in: architecture with rope parameters,
+    and weights.
 
     It does not depend on where the files are, how they are split, or on anything of the machine.
     """
-    described = json.dumps({"architecture": asdict(architecture), "dtype": dtype}, sort_keys=True)
+    described = json.dumps({"architecture": asdict(architecture)}, sort_keys=True)
     return hashlib.sha256(f"{described}\n{weights.fingerprint()}".encode()).hexdigest()[:32]

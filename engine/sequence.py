@@ -132,9 +132,10 @@ class Sequence:
         self.queued_at = now
         self.started_at = now
         self.send_over = False  # PREFILL: the send session ended before the sequence did
-        # Computing token t again counts as recomputed if t < preempt_until, else as a replay if t < replay_until.
+        # Computing token t again counts as recomputed if t < preempt_until, else as a replay (or a rebuild) if
+        # t < replay_until.
         self.preempt_until = 0
-        self.replay_until = len(known) if spec.delivered else 0
+        self.replay_until = len(known) if spec.delivered or spec.rebuild else 0
 
     @staticmethod
     def total_tokens(spec: RequestSpec, kind: SequenceKind) -> int:
@@ -251,7 +252,7 @@ class Sequence:
             self.state = SequenceState.RUNNING
 
     def recomputed(self, start: int, end: int) -> tuple[int, int]:
-        """Of tokens [start, end): (computed again after a preemption, computed again for a replay)."""
+        """Of tokens [start, end): (computed again after a preemption, computed again for a replay or rebuild)."""
         preempt = max(0, min(end, self.preempt_until) - start)
         replay = max(0, min(end, self.replay_until) - max(start, self.preempt_until))
         return preempt, replay

@@ -116,8 +116,10 @@ class KvCache(Protocol):
         """
         ...
 
-    def scatter(self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor) -> None:
-        """The inverse of `gather`, with `values` as it returns them."""
+    def scatter(
+        self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor, head_start: int = 0
+    ) -> None:
+        """The inverse of `gather`; `values` may have fewer heads, from `head_start` of this cache on."""
         ...
 
 

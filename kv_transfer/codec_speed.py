@@ -13,9 +13,10 @@ import torch
 
 from kv_transfer.codecs.base import Codec
 from kv_transfer.codecs.registry import CodecRegistry
+from kv_transfer.conversion import TORCH_DTYPES
 from kv_transfer.frames import FrameLimits, decode_header, wire_name
 from kv_transfer.manifest import FrameSpan, TicketRef
-from kv_transfer.packing import TORCH_DTYPES, pack_frame, unpack_frame
+from kv_transfer.packing import pack_frame, unpack_frame
 from pdcore.costs import CodecCost
 from pdcore.types import DTYPE_BYTES, KvGeometry, RequestKey
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from kv_transfer.codecs.registry import CodecRegistry
+from kv_transfer.conversion import convert
 from kv_transfer.frames import decode_header
 from kv_transfer.inbound import FrameJob
 from kv_transfer.packing import unpack_frame
@@ -66,7 +67,7 @@ class FrameIntake:
             effects = self._desk.table.frame_offered(
                 job.ref,
                 job.frame_index,
-                stream=job.stream.number,
+                source=job.stream.source,
                 wire_bytes=job.total,
                 first_byte_at=frame.first_byte_at,
                 now=self._clock.now(),
@@ -76,16 +77,18 @@ class FrameIntake:
             self._desk.perform(effects, job)
             return
         assert target is not None, "a frame is wanted for a ticket without blocks"
+        limits = job.stream.limits(target.limits)
         if frame.data is None:
-            problem = f"a frame of {job.total} bytes; this ticket takes {target.limits.max_frame_bytes} at most"
+            problem = f"a frame of {job.total} bytes; this ticket takes {limits.max_frame_bytes} at most"
             self._frame_bad(job, FrameError(problem), retryable=False)
             return
         started = self._clock.now()
         try:
             # Checks of memory that another process can write to prove nothing about what is read next.
             data = private_copy(frame.data) if frame.shared else frame.data
-            header = decode_header(data, target.limits)
+            header = decode_header(data, limits)
             values = unpack_frame(data, header, self._registry)
+            values = convert(values, header.dtype, self._store.geometry.dtype)
         except FrameError as error:
             self._frame_bad(job, error, error.retryable)
             return
@@ -97,18 +100,31 @@ class FrameIntake:
         codec_bytes = tuple((section.codec, section.raw_bytes) for section in header.sections)
         with self._desk.lock:
             effects = self._desk.table.frame_verified(
-                job.ref, job.frame_index, header.span, header.checksums, codec_bytes
+                job.ref,
+                job.stream.number,
+                job.frame_index,
+                span=header.span,
+                checksums=header.checksums,
+                codec_bytes=codec_bytes,
             )
         if not isinstance(effects[0], ScatterFrame):
             self._desk.perform(effects, job)
             return
         try:
-            self._store.scatter(header.span.layer_start, target.block_ids, header.span.token_start, values)
+            self._store.scatter(
+                header.span.layer_start,
+                target.block_ids,
+                header.span.token_start,
+                values,
+                header.head_start - self._store.geometry.head_start,
+            )
         except Exception as error:
             # Whatever the cache objects to, the ticket must end and its scatter must count as over.
             logger.exception("scatter of frame %d of %s failed", job.frame_index, target.key)
             with self._desk.lock:
-                effects = self._desk.table.scatter_failed(job.ref, job.frame_index, f"scatter failed: {error}")
+                effects = self._desk.table.scatter_failed(
+                    job.ref, job.stream.number, job.frame_index, f"scatter failed: {error}"
+                )
             self._desk.perform(effects, job)
             return
         job.work_s = self._clock.now() - started
@@ -117,7 +133,8 @@ class FrameIntake:
         with self._desk.lock:
             self._desk.counters.frames += 1
             target.count(job)
-            effects = self._desk.table.frame_scattered(job.ref, job.frame_index)
+            target.converted |= header.dtype != self._store.geometry.dtype
+            effects = self._desk.table.frame_scattered(job.ref, job.stream.number, job.frame_index)
             self._desk.queue_commits(effects)
         self._desk.perform(effects, job)
 
@@ -144,7 +161,7 @@ class FrameIntake:
             frames=counts.frames,
             retries=counts.retries,
             codec_reason=ticket.codec_reason,
-            lossless=all(self._registry[name].lossless for name, _ in counts.codec_bytes),
+            lossless=not target.converted and all(self._registry[name].lossless for name, _ in counts.codec_bytes),
         )
         try:
             accepted = self._host.on_commit(ticket.key, ticket.first_token, stats)

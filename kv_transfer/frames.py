@@ -16,11 +16,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from kv_transfer.checksum import crc32
+from kv_transfer.head_ranges import HeadRange, heads_of
 from kv_transfer.manifest import FrameSpan, TicketRef
 from pdcore.errors import FrameError
 from pdcore.types import DTYPE_BYTES, KvGeometry, RequestKey
@@ -130,8 +131,9 @@ class FrameLimits:
 
     Attributes:
         ref, key: the ticket and the request it was granted for.
-        model_tag: of the receiver's model. dtype, num_layers, head_dim: its cache.
-        head_start, head_count: the heads that travel.
+        model_tag: of the model. num_layers, head_dim: its shape.
+        dtype: of what travels, that of the sender's cache.
+        head_start, head_count: the heads that travel, counted in the model.
         token_start, token_end: tokens that are expected, ``prefix_tokens`` and ``num_tokens`` of the ticket.
         codecs: acceptable codecs, a calibrated one as `wire_name` gives it; ``raw`` is always accepted as a
             section's fallback.
@@ -159,10 +161,10 @@ class FrameLimits:
         token_start: int,
         token_end: int,
         codecs: tuple[str, ...],
-        heads: tuple[int, int] | None = None,
+        heads: HeadRange | None = None,
     ) -> FrameLimits:
-        """Limits of a ticket. `heads`: the range (first, count) of it that counts; all of `geometry` if None."""
-        head_start, head_count = heads or (0, geometry.num_kv_heads)
+        """Limits of a ticket. `heads`: those that travel; all of `geometry` if None."""
+        head_start, head_count = heads or heads_of(geometry)
         return cls(
             ref=ref,
             key=key,
@@ -176,6 +178,12 @@ class FrameLimits:
             token_end=token_end,
             codecs=codecs,
         )
+
+    def narrowed(self, heads: HeadRange, dtype: str) -> FrameLimits:
+        """What holds for a sender that brings these heads of the ticket, in its own type."""
+        if (heads, dtype) == ((self.head_start, self.head_count), self.dtype):
+            return self
+        return replace(self, head_start=heads.start, head_count=heads.size, dtype=dtype)
 
     def section_bytes(self, span: FrameSpan, heads: int | None = None) -> int:
         """Decoded bytes of K (or V) of `span` for so many heads; all of the range if None."""

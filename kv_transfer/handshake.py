@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from kv_transfer.head_ranges import HeadRange, heads_of
 from kv_transfer.messages import Hello, Welcome
 from kv_transfer.negotiation import GRPC, Negotiation, Offer
+from pdcore.config import convertible
 from pdcore.errors import HandshakeRefused
 from pdcore.types import PROTOCOL_VERSION, KvGeometry
 
-_SHARED = ("model_digest", "num_layers", "num_kv_heads", "head_dim", "dtype")
+_SHARED = ("model_digest", "num_layers", "head_dim")
 
 
 def hello(worker_id: str, incarnation: str, receiver_incarnation: str, geometry: KvGeometry, offer: Offer) -> Hello:
@@ -28,13 +30,23 @@ def welcome(
     return Welcome(PROTOCOL_VERSION, incarnation, geometry, codecs, credit_bytes, negotiation, decode_rates)
 
 
-def check_hello(theirs: Hello, incarnation: str, geometry: KvGeometry) -> None:
-    """Raises `HandshakeRefused`, naming both values, if the receiver cannot work with this sender."""
+def check_hello(theirs: Hello, incarnation: str, geometry: KvGeometry, kv_conversion: str) -> HeadRange:
+    """The heads that this sender can bring: those that both ends have.
+
+    Args:
+        kv_conversion: see `TransferConfig`.
+
+    Raises:
+        HandshakeRefused: the receiver cannot work with this sender; names both values.
+    """
     if not theirs.protocol_min <= PROTOCOL_VERSION <= theirs.protocol_max:
         raise HandshakeRefused("KV protocol", PROTOCOL_VERSION, f"{theirs.protocol_min} to {theirs.protocol_max}")
     if theirs.receiver_incarnation != incarnation:
         raise HandshakeRefused("incarnation of the decode worker", incarnation, theirs.receiver_incarnation)
-    _check_geometry(geometry, theirs.geometry)
+    heads = _common_heads(geometry, theirs.geometry)
+    if not convertible(theirs.geometry.dtype, geometry.dtype, kv_conversion):
+        raise HandshakeRefused("KV dtype, with transfer.kv_conversion exact", geometry.dtype, theirs.geometry.dtype)
+    return heads
 
 
 def check_welcome(theirs: Welcome, receiver_incarnation: str, geometry: KvGeometry, offered: tuple[str, ...]) -> None:
@@ -46,13 +58,17 @@ def check_welcome(theirs: Welcome, receiver_incarnation: str, geometry: KvGeomet
         raise HandshakeRefused("KV protocol", PROTOCOL_VERSION, theirs.protocol)
     if theirs.worker_incarnation != receiver_incarnation:
         raise HandshakeRefused("incarnation of the decode worker", receiver_incarnation, theirs.worker_incarnation)
-    _check_geometry(geometry, theirs.geometry)
+    _common_heads(geometry, theirs.geometry)
     usable = theirs.negotiation.transports
     if usable[-1:] != (GRPC,) or not set(usable) <= {GRPC, *offered}:
         raise HandshakeRefused("transports", ", ".join(offered), ", ".join(usable))
 
 
-def _check_geometry(ours: KvGeometry, theirs: KvGeometry) -> None:
+def _common_heads(ours: KvGeometry, theirs: KvGeometry) -> HeadRange:
     for name in _SHARED:
         if getattr(ours, name) != getattr(theirs, name):
             raise HandshakeRefused(f"KV geometry: {name}", getattr(ours, name), getattr(theirs, name))
+    heads = heads_of(ours).overlap(heads_of(theirs))
+    if heads is None:
+        raise HandshakeRefused("KV geometry: heads", str(heads_of(ours)), str(heads_of(theirs)))
+    return heads

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.assembly import AssembledFrame, FrameAssembler
+from kv_transfer.frames import FrameLimits
+from kv_transfer.head_ranges import NO_HEADS, HeadRange
 from kv_transfer.inbound_lanes import InboundLane, InboundLanes
 from kv_transfer.lanes import ExpectedFrame, FrameSink, ReceiveLane
 from kv_transfer.manifest import Manifest, TicketRef
@@ -21,6 +23,7 @@ from kv_transfer.messages import (
     PushReply,
 )
 from kv_transfer.negotiation import GRPC, Site
+from kv_transfer.receiving import Source
 from kv_transfer.transport import PushStream
 from pdcore.errors import FrameError
 
@@ -33,6 +36,7 @@ class ReceiverCounters:
         buffered_bytes: frame bytes received and not freed yet, over all streams. peak_buffered_bytes: their maximum.
         peak_stream_bytes: the maximum for any one stream; never above ``credit_bytes``.
         frames: frames scattered. rejected: frames not accepted. commits, releases: ends of tickets.
+        failed: releases of tickets that could not be filled.
     """
 
     buffered_bytes: int = 0
@@ -42,6 +46,7 @@ class ReceiverCounters:
     rejected: int = 0
     commits: int = 0
     releases: int = 0
+    failed: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +55,8 @@ class InboundStream:
 
     Attributes:
         welcomed, refused: how its hello was answered.
+        heads, dtype: what its sender brings: the heads that both ends have, in the sender's type; nothing before the
+            welcome.
         outstanding: frame bytes received, or announced on a lane, and not freed yet.
         lanes: opened beside it; None before the welcome.
     """
@@ -59,8 +66,19 @@ class InboundStream:
     opened_at: float
     welcomed: bool = False
     refused: bool = False
+    heads: HeadRange = NO_HEADS
+    dtype: str = ""
     outstanding: int = 0
     lanes: InboundLanes | None = None
+
+    @property
+    def source(self) -> Source:
+        """What tickets know it by."""
+        return Source(self.number, self.heads)
+
+    def limits(self, ticket: FrameLimits) -> FrameLimits:
+        """What its frames must fit, of a ticket."""
+        return ticket.narrowed(self.heads, self.dtype)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""One receiver as the sender sees it: the stream to it, its credit, its lanes, and the sends that it takes."""
+"""One receiver as the sender sees it: the stream to it, its credit, its lanes, and the sends that it takes; and a
+request's sends together."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kv_transfer.frames import FrameLimits
 from kv_transfer.lane_board import LaneBoard, OutboundLane
 from kv_transfer.manifest import TicketRef
 from kv_transfer.negotiation import LeftOut
-from kv_transfer.session import FrameTask, SendSession
+from kv_transfer.session import FrameTask, SendFailure, SendSession
 from kv_transfer.transport import PushLink, SendOutcome
 from pdcore.types import RequestKey
 
@@ -48,10 +49,33 @@ class Peer:
 
 
 @dataclass(slots=True, eq=False)
+class Delivery:
+    """A request's KV on its way: one send for each endpoint of its ticket, and what becomes of them together.
+
+    Attributes:
+        on_done: gets the one outcome. open: sends that are not over. failure: the first one.
+    """
+
+    key: RequestKey
+    on_done: Callable[[SendOutcome], None]
+    opened_at: float
+    sends: tuple[Send, ...] = ()
+    open: int = 0
+    failure: SendFailure | None = None
+
+    def ended(self, failure: SendFailure | None) -> bool:
+        """One of the sends is over. True if it was the last one."""
+        self.open -= 1
+        self.failure = self.failure or failure
+        return self.open == 0
+
+
+@dataclass(slots=True, eq=False)
 class Send:
     """One send: the state machine and what it takes to serve it.
 
     Attributes:
+        delivery: that it is a part of.
         asked: a codec's plain name, or ``auto``. chosen: what came of it, before the first frame; may be chosen anew
             while it is not final.
         chunk: tokens that the running step computes, and clock reading when it began; None between steps.
@@ -60,19 +84,22 @@ class Send:
         reconnected: it has been moved to a new stream.
     """
 
-    key: RequestKey
+    delivery: Delivery
     session: SendSession
     limits: FrameLimits
     asked: str
     block_ids: tuple[int, ...]
-    on_done: Callable[[SendOutcome], None]
     peer: Peer
-    opened_at: float
     chosen: Chosen | None = None
     chunk: tuple[int, float] | None = None
     finished_at: float | None = None
     forecast: Forecast | None = None
     reconnected: bool = False
+
+    @property
+    def key(self) -> RequestKey:
+        """The request's."""
+        return self.delivery.key
 
     def hidden_s(self, seconds_per_token: float | None, now: float) -> float:
         """Seconds until its prefill has computed the last token, by the pace of the prefills before it."""
@@ -127,6 +154,7 @@ class SenderCounters:
     Attributes:
         unacked_bytes: frame bytes sent and not answered yet, over all streams. peak_unacked_bytes: their maximum.
         frames: frames sent. wire_bytes: their bytes. retries: frames sent again.
+        failed: requests whose KV did not arrive, for other reasons than an abort.
         links: streams opened. lanes: more, by transport; the stream itself is ``grpc``.
     """
 
@@ -135,6 +163,7 @@ class SenderCounters:
     frames: int = 0
     wire_bytes: int = 0
     retries: int = 0
+    failed: int = 0
     links: int = 0
     lanes: dict[str, LaneCounters] = field(default_factory=dict)
 

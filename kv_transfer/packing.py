@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kv_transfer.checksum import crc32
 from kv_transfer.codecs.base import Buffer, Codec, SectionShape
 from kv_transfer.codecs.registry import STANDARD, CodecRegistry
+from kv_transfer.conversion import TORCH_DTYPES
 from kv_transfer.frames import (
     HEADER_BYTES,
     FrameHeader,
@@ -23,8 +24,6 @@ from kv_transfer.frames import (
 )
 from kv_transfer.manifest import FrameSpan
 from pdcore.errors import FrameError
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,10 @@ from typing import Final
 
 from kv_transfer.codecs.registry import CodecRegistry
 from kv_transfer.frames import MAX_FRAME_TOKENS, FrameLimits
+from kv_transfer.head_ranges import HeadRange, covered, heads_of
 from kv_transfer.manifest import FrameSpan, TicketRef
 from kv_transfer.negotiation import AUTO, GRPC
-from kv_transfer.outbound import Peer, Send
+from kv_transfer.outbound import Delivery, Peer, Send
 from kv_transfer.session import SendPlan, SendSession
 from kv_transfer.transport import SendOutcome
 from pdcore.config import TransferConfig
@@ -41,48 +42,67 @@ class SendMaker:
         *,
         codec: str,
         now: float,
-    ) -> Send:
-        """A send that fills `ticket`, made at clock reading `now`; arguments and errors as for `KvSender.open`."""
+    ) -> Delivery:
+        """The sends that fill `ticket`, made at clock reading `now`; arguments and errors as for `KvSender.open`."""
         geometry = self._geometry
-        if not ticket.worker_incarnation:
-            raise refusal("the ticket names no incarnation of the decode worker")
         if not 0 <= ticket.prefix_tokens < ticket.num_tokens <= len(block_ids) * geometry.block_size:
             raise refusal(
                 f"a ticket for tokens [{ticket.prefix_tokens}, {ticket.num_tokens}) and {len(block_ids)} blocks of "
                 f"{geometry.block_size} tokens"
             )
-        endpoint = self._endpoint(ticket)
         self._codecs.usable(ticket.codecs, geometry.dtype)
+        delivery = Delivery(key, on_done, now)
+        delivery.sends = tuple(
+            self._send(delivery, ticket, endpoint, heads, block_ids=tuple(block_ids), codec=codec)
+            for endpoint, heads in self._destinations(ticket)
+        )
+        delivery.open = len(delivery.sends)
+        return delivery
+
+    def _send(
+        self,
+        delivery: Delivery,
+        ticket: KvTicket,
+        endpoint: KvEndpoint,
+        heads: HeadRange,
+        *,
+        block_ids: tuple[int, ...],
+        codec: str,
+    ) -> Send:
         limits = FrameLimits.for_ticket(
-            ref=TicketRef(ticket.ticket_id, ticket.generation),
-            key=key,
-            geometry=geometry,
+            ref=TicketRef(endpoint.ticket_id, endpoint.generation),
+            key=delivery.key,
+            geometry=self._geometry,
             token_start=ticket.prefix_tokens,
             token_end=ticket.num_tokens,
             codecs=ticket.codecs,
+            heads=heads,
         )
+        now = delivery.opened_at
         return Send(
-            key=key,
+            delivery=delivery,
             session=SendSession(self._plan(limits)),
             limits=limits,
             asked=codec or self._config.codec,
-            block_ids=tuple(block_ids),
-            on_done=on_done,
-            peer=Peer(endpoint.address, ticket.worker_incarnation, now, now),
-            opened_at=now,
+            block_ids=block_ids,
+            peer=Peer(endpoint.address, endpoint.worker_incarnation, now, now),
         )
 
-    def _endpoint(self, ticket: KvTicket) -> KvEndpoint:
-        heads = self._geometry.num_kv_heads
+    def _destinations(self, ticket: KvTicket) -> list[tuple[KvEndpoint, HeadRange]]:
+        """The endpoints that take some of our heads, and which; together they take all."""
+        ours = heads_of(self._geometry)
         usable = [endpoint for endpoint in ticket.endpoints if endpoint.transport == GRPC]
         if not usable:
             offered = ", ".join(endpoint.transport for endpoint in ticket.endpoints) or "nothing"
             raise refusal(f"no common transport for the push stream: ours is {GRPC}, theirs {offered}")
-        whole = [endpoint for endpoint in usable if (endpoint.head_start, endpoint.head_count) == (0, heads)]
-        if not whole:
-            ranges = ", ".join(f"[{e.head_start}, {e.head_start + e.head_count})" for e in usable)
-            raise refusal(f"no endpoint takes heads [0, {heads}); theirs take {ranges}")
-        return whole[0]
+        overlaps = ((e, ours.overlap(HeadRange(e.head_start, e.head_count))) for e in usable)
+        found = [(endpoint, heads) for endpoint, heads in overlaps if heads is not None]
+        if not covered(ours, (heads for _, heads in found)):
+            ranges = ", ".join(str(HeadRange(e.head_start, e.head_count)) for e in usable)
+            raise refusal(f"the endpoints do not take all of heads {ours}; theirs take {ranges}")
+        if not all(endpoint.worker_incarnation for endpoint, _ in found):
+            raise refusal("the ticket names no incarnation of the decode worker")
+        return found
 
     def _plan(self, limits: FrameLimits) -> SendPlan:
         """Frames of about `frame_bytes`, and never so large that two would not fit in the credit."""

@@ -24,6 +24,7 @@ from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.frame_intake import FrameIntake
 from kv_transfer.frames import FrameLimits
 from kv_transfer.handshake import check_hello, welcome
+from kv_transfer.head_ranges import heads_of
 from kv_transfer.inbound import FrameJob, InboundStream, ReceiverCounters, StreamLaneHost, StreamReader
 from kv_transfer.inbound_lanes import InboundLane, InboundLanes, PairLimit
 from kv_transfer.lanes import FrameSink, ReceiveLane
@@ -38,11 +39,11 @@ from kv_transfer.transport import KvStore, PushStream, StreamListener, TicketHos
 from kv_transfer.transports.catalog import ReceiveLanes
 from kv_transfer.transports.grpc_push import GrpcPushServicer
 from pdcore.clock import Clock
-from pdcore.config import TransferConfig
+from pdcore.config import TransferConfig, convertible
 from pdcore.costs import CodecCost
 from pdcore.errors import HandshakeRefused, TicketError
 from pdcore.faults import FaultPoints
-from pdcore.types import KvEndpoint, KvTicket, RequestKey
+from pdcore.types import DTYPE_BYTES, KvEndpoint, KvTicket, RequestKey
 from protos import kv_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,8 @@ class KvReceiver:
                 f"tokens {prefix_tokens}..{num_tokens} do not fit in {len(block_ids)} blocks of "
                 f"{geometry.block_size} tokens"
             )
-        accepted = self._codecs.accepted(codec or self._config.codec, geometry.dtype)
+        sources = [dtype for dtype in DTYPE_BYTES if convertible(dtype, geometry.dtype, self._config.kv_conversion)]
+        accepted = self._codecs.accepted(codec or self._config.codec, sources)
         with self._desk.lock:
             if self._closing:
                 raise TicketError("the receiver is closing")
@@ -148,6 +150,7 @@ class KvReceiver:
                 key=key,
                 router_id=router_id,
                 num_layers=geometry.num_layers,
+                heads=heads_of(geometry),
                 token_start=prefix_tokens,
                 token_end=num_tokens,
                 lease_s=self._config.lease_s,
@@ -163,14 +166,11 @@ class KvReceiver:
             )
             self._desk.targets[ref] = Target(key, tuple(block_ids), limits)
         return KvTicket(
-            ticket_id=ref.ticket_id,
-            generation=ref.generation,
-            worker_incarnation=self._incarnation,
             num_tokens=num_tokens,
             prefix_tokens=prefix_tokens,
             lease_s=self._config.lease_s,
             codecs=accepted,
-            endpoints=(KvEndpoint(address, GRPC, 0, geometry.num_kv_heads),),
+            endpoints=(KvEndpoint(address, GRPC, *heads_of(geometry), *ref, self._incarnation),),
         )
 
     def renew(self, router_id: str) -> None:
@@ -278,11 +278,12 @@ class KvReceiver:
     def hello_arrived(self, stream: InboundStream, hello: Hello) -> None:
         """Admit a sender, or end its stream naming what differs."""
         try:
-            check_hello(hello, self._incarnation, self._store.geometry)
+            stream.heads = check_hello(hello, self._incarnation, self._store.geometry, self._config.kv_conversion)
         except HandshakeRefused as error:
             stream.refused = True
             stream.push.refuse(str(error))
             return
+        stream.dtype = hello.geometry.dtype
         outcome = negotiate(hello.offer, self._offer)
         host = StreamLaneHost(self, stream, hello.offer.site)
         stream.lanes = InboundLanes(host, outcome.transports, self._pairs.admit)
@@ -292,7 +293,7 @@ class KvReceiver:
             welcome(
                 self._incarnation,
                 geometry,
-                self._codecs.fitting(geometry.dtype),
+                self._codecs.fitting(stream.dtype),
                 credit_bytes=self._config.credit_bytes,
                 negotiation=outcome,
                 decode_rates=self._decode_rates,
@@ -306,9 +307,9 @@ class KvReceiver:
     def room_for(self, stream: InboundStream, ref: TicketRef) -> int:
         """A frame of this ticket begins: bytes that it may have; 0 if it is not wanted."""
         with self._desk.lock:
-            if not self._desk.table.frame_begins(ref, stream.number, self._clock.now()):
+            if not self._desk.table.frame_begins(ref, stream.source, self._clock.now()):
                 return 0
-            return self._desk.targets[ref].limits.max_frame_bytes
+            return stream.limits(self._desk.targets[ref].limits).max_frame_bytes
 
     def credit_left(self, stream: InboundStream) -> int:
         """Frame bytes that this sender may still have under way."""
@@ -342,14 +343,14 @@ class KvReceiver:
     def manifest_arrived(self, stream: InboundStream, manifest: Manifest) -> None:
         """The sender of a ticket says that it is complete."""
         with self._desk.lock:
-            effects = self._desk.table.manifest_arrived(manifest, stream.number, self._clock.now())
+            effects = self._desk.table.manifest_arrived(manifest, stream.source, self._clock.now())
             self._desk.queue_commits(effects)
         self._desk.perform(effects)
 
     def abort_arrived(self, stream: InboundStream, abort: Abort) -> None:
         """The sender of a ticket gives up."""
         with self._desk.lock:
-            effects = self._desk.table.sender_aborted(abort.ref, stream.number, abort.reason)
+            effects = self._desk.table.sender_aborted(abort.ref, stream.source, abort.reason)
         self._desk.perform(effects)
 
     def stream_closed(self, stream: InboundStream, reason: str) -> None:
@@ -391,6 +392,7 @@ class KvReceiver:
         with self._desk.lock:
             del self._desk.targets[release.ref]
             self._desk.counters.releases += 1
+            self._desk.counters.failed += release.failed
         try:
             self._host.on_release(release.key, release.reason, release.failed)
         except Exception:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+from kv_transfer.head_ranges import HeadRange, covered
 from kv_transfer.manifest import Coverage, Manifest, TicketRef, frames_digest
 from pdcore.types import RequestKey
 
@@ -95,12 +96,71 @@ TicketEffect: TypeAlias = (
 )
 
 
+class Source(NamedTuple):
+    """Where something of a ticket comes from: a stream, and the heads that its sender and this receiver share."""
+
+    stream: int
+    heads: HeadRange
+
+
 class TicketPhase(StrEnum):
     """See `ReceiveSession`."""
 
     OPEN = "open"
     COMMITTING = "committing"
     ENDING = "ending"
+
+
+@dataclass(slots=True)
+class TicketPart:
+    """What one sender brings of a ticket: all layers and tokens of some heads.
+
+    Attributes:
+        coverage: what its frames cover so far. checksums: of its frames, by index; those `in_flight` are being
+            scattered.
+        manifest: its closing statement; None before it.
+    """
+
+    heads: HeadRange
+    coverage: Coverage
+    checksums: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
+    manifest: Manifest | None = None
+
+    @property
+    def all_scattered(self) -> bool:
+        """The manifest is here, and as many frames as it names are in place."""
+        return self.manifest is not None and not self.in_flight and len(self.checksums) >= self.manifest.num_frames
+
+    def manifest_problem(self) -> str | None:
+        """Why the manifest does not fit what was scattered; None if it fits. Call when nothing is in flight."""
+        manifest = self.manifest
+        assert manifest is not None
+        assert not self.in_flight
+        if sorted(self.checksums) != list(range(manifest.num_frames)):
+            return f"{len(self.checksums)} frames came, not those of 0..{manifest.num_frames - 1}"
+        if not self.coverage.complete:
+            return "the frames do not cover every layer and token"
+        digest = frames_digest(self.checksums[index] for index in range(manifest.num_frames))
+        if digest != manifest.digest:
+            return f"digest is {digest:08x}, the manifest says {manifest.digest:08x}"
+        return None
+
+    def copy(self) -> TicketPart:
+        """An independent part in the same state."""
+        return replace(
+            self, coverage=self.coverage.copy(), checksums=dict(self.checksums), in_flight=set(self.in_flight)
+        )
+
+    def snapshot(self) -> tuple[object, ...]:
+        """Hashable value of its state."""
+        return (
+            self.heads,
+            self.coverage.snapshot(),
+            tuple(sorted(self.checksums.items())),
+            frozenset(self.in_flight),
+            self.manifest,
+        )
 
 
 @dataclass(slots=True)
@@ -120,74 +180,76 @@ class ReceiveSession:
                  no scatter in flight
 
     In OPEN, frames come in any order and any number of times: the first verified copy of an index is scattered, later
-    ones are acknowledged and dropped. The manifest may come before the last frame. In COMMITTING the outcome is the
-    host's: a release that comes now is answered by the host refusing, which only the host can do atomically.
+    ones are acknowledged and dropped. A manifest may come before its sender's last frame. In COMMITTING the outcome
+    is the host's: a release that comes now is answered by the host refusing, which only the host can do atomically.
 
-    `stream` is the one stream that the ticket listens to: that of its first frame or manifest.
+    `parts`: what each stream brings that the ticket listens to; those are the streams that a first frame or manifest
+    came by, one for each range of heads. There is one, with all of `heads`, unless the prefill worker is
+    tensor-parallel.
     """
 
     ref: TicketRef
     key: RequestKey
     router_id: str
+    num_layers: int
+    heads: HeadRange
+    token_start: int
     token_end: int
     lease_s: float
     deadline: float
-    coverage: Coverage
     phase: TicketPhase = TicketPhase.OPEN
-    stream: int | None = None
-    checksums: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    in_flight: set[int] = field(default_factory=set)
-    manifest: Manifest | None = None
+    parts: dict[int, TicketPart] = field(default_factory=dict)
     end_reason: str = ""
     end_failed: bool = False
     counts: TransferCounts = field(default_factory=TransferCounts)
 
-    def bind(self, stream: int) -> bool:
-        """Listen to `stream` from now on. False if the ticket listens to another one already."""
-        if self.stream is None:
-            self.stream = stream
-        return self.stream == stream
+    def bind(self, source: Source) -> bool:
+        """Listen to a source from now on. False if another one brings some of its heads already."""
+        part = self.parts.get(source.stream)
+        if part is not None:
+            return part.heads == source.heads
+        if any(other.heads.overlap(source.heads) for other in self.parts.values()):
+            return False
+        coverage = Coverage(self.num_layers, self.token_start, self.token_end)
+        self.parts[source.stream] = TicketPart(source.heads, coverage)
+        return True
 
-    def manifest_problem(self) -> str | None:
-        """Why the manifest does not fit what was scattered; None if it fits. Call when nothing is in flight."""
-        manifest = self.manifest
-        assert manifest is not None
-        assert not self.in_flight
-        if sorted(self.checksums) != list(range(manifest.num_frames)):
-            return f"{len(self.checksums)} frames came, not those of 0..{manifest.num_frames - 1}"
-        if not self.coverage.complete:
-            return "the frames do not cover every layer and token"
-        digest = frames_digest(self.checksums[index] for index in range(manifest.num_frames))
-        if digest != manifest.digest:
-            return f"digest is {digest:08x}, the manifest says {manifest.digest:08x}"
-        return None
+    @property
+    def in_flight(self) -> bool:
+        """A scatter is under way."""
+        return any(part.in_flight for part in self.parts.values())
+
+    @property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """Those that have come."""
+        return tuple(part.manifest for part in self.parts.values() if part.manifest is not None)
 
     @property
     def all_scattered(self) -> bool:
-        """The manifest is here, and as many frames as it names are in place."""
-        return self.manifest is not None and not self.in_flight and len(self.checksums) >= self.manifest.num_frames
+        """Every head has its sender, and of every sender the manifest is here and as many frames as it names."""
+        return covered(self.heads, (part.heads for part in self.parts.values())) and all(
+            part.all_scattered for part in self.parts.values()
+        )
+
+    def manifest_problem(self) -> str | None:
+        """Why the manifests do not fit what was scattered; None if they fit. Call when nothing is in flight."""
+        problems = (part.manifest_problem() for part in self.parts.values())
+        if problem := next(filter(None, problems), None):
+            return problem
+        tokens = {manifest.first_token for manifest in self.manifests}
+        return f"the senders sampled different first tokens: {sorted(tokens)}" if len(tokens) > 1 else None
 
     def copy(self) -> ReceiveSession:
         """An independent session in the same state."""
         return replace(
             self,
-            coverage=self.coverage.copy(),
-            checksums=dict(self.checksums),
-            in_flight=set(self.in_flight),
+            parts={stream: part.copy() for stream, part in self.parts.items()},
         )
 
     def snapshot(self) -> tuple[object, ...]:
         """Hashable value of all that can still make a difference; texts and counters do not."""
+        parts = ((stream, part.snapshot()) for stream, part in sorted(self.parts.items()))
         if self.phase is TicketPhase.ENDING:
-            return self.ref, self.key, self.phase, frozenset(self.in_flight)
-        return (
-            self.ref,
-            self.key,
-            self.phase,
-            self.deadline,
-            self.coverage.snapshot(),
-            self.stream,
-            tuple(sorted(self.checksums.items())),
-            frozenset(self.in_flight),
-            self.manifest,
-        )
+            in_flight = (frozenset(part.in_flight) for part in self.parts.values())
+            return self.ref, self.key, self.phase, tuple(in_flight)
+        return self.ref, self.key, self.phase, self.deadline, tuple(parts)

@@ -18,13 +18,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from kv_transfer.choosing import Chosen, CodecChooser, Forecast
 from kv_transfer.codec_speed import assumed_costs
 from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.lanes import LoadedFrame
 from kv_transfer.manifest import MAX_REASON_CHARS
 from kv_transfer.negotiation import GRPC
-from kv_transfer.outbound import FrameTurn, Send, SenderCounters, next_attempt
+from kv_transfer.outbound import Delivery, FrameTurn, Send, SenderCounters, next_attempt
 from kv_transfer.packing import PackedFrame, pack_frame
 from kv_transfer.peers import PeerTable
 from kv_transfer.planning import Computing
@@ -104,7 +106,7 @@ class KvSender:
         self._faults = faults
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._sends: dict[RequestKey, Send] = {}
+        self._deliveries: dict[RequestKey, Delivery] = {}
         self._turns: deque[Send] = deque()  # the order in which sends are served, round and round
         self._effects: deque[tuple[Send, SendEffect]] = deque()
         self._counters = SenderCounters()
@@ -140,7 +142,7 @@ class KvSender:
         on_done: Callable[[SendOutcome], None],
         codec: str = "",
     ) -> None:
-        """Begin a send. The stream to the ticket's worker is opened at once if there is none.
+        """Begin to send. The streams to the ticket's endpoints are opened at once where there are none.
 
         Args:
             block_ids: the request's block table; pinned by the caller until `on_done`.
@@ -149,18 +151,19 @@ class KvSender:
             codec: the request's: a plain name or ``auto``; empty for the configured one.
 
         Raises:
-            TransferError: the ticket cannot be met: no common codec, another transport, another range of heads, no
-                incarnation, too few blocks; or the request is open already; or the sender is closing.
+            TransferError: the ticket cannot be met: no common codec, another transport, heads that no endpoint takes,
+                no incarnation, too few blocks; or the request is open already; or the sender is closing.
         """
-        send = self._maker.make(key, ticket, block_ids, on_done, codec=codec, now=self._clock.now())
+        delivery = self._maker.make(key, ticket, block_ids, on_done, codec=codec, now=self._clock.now())
         with self._changed:
             if self._closing:
                 raise TransferError("the sender is closing")
-            if key in self._sends:
+            if key in self._deliveries:
                 raise refusal(f"request {key.request_id} attempt {key.attempt} is being sent already")
-            self._peers.attach(send)
-            self._sends[key] = send
-            self._turns.append(send)
+            self._deliveries[key] = delivery
+            for send in delivery.sends:
+                self._peers.attach(send)
+                self._turns.append(send)
             self._changed.notify_all()
 
     def computing(self, key: RequestKey, token_start: int, token_end: int, step_id: int) -> None:
@@ -181,9 +184,9 @@ class KvSender:
 
     @property
     def open_sends(self) -> int:
-        """Sends whose `on_done` has not been called."""
+        """Requests whose `on_done` has not been called."""
         with self._lock:
-            return len(self._sends)
+            return len(self._deliveries)
 
     @property
     def counters(self) -> SenderCounters:
@@ -196,7 +199,7 @@ class KvSender:
         with self._changed:
             self._closing = True
             self._peers.start_closing()
-            for send in list(self._sends.values()):
+            for send in list(self._turns):
                 self._event(send, AbortSend("the prefill worker is shutting down"))
             self._changed.notify_all()
         deadline = self._clock.now() + timeout_s
@@ -213,9 +216,10 @@ class KvSender:
 
     def _post(self, key: RequestKey, event: SendEvent) -> None:
         with self._changed:
-            send = self._sends.get(key)
-            if send is not None:
-                self._event(send, event)
+            delivery = self._deliveries.get(key)
+            if delivery is not None:
+                for send in delivery.sends:
+                    self._event(send, event)
                 self._changed.notify_all()
 
     def _event(self, send: Send, event: SendEvent) -> None:
@@ -248,7 +252,7 @@ class KvSender:
                 opening = None if effects else self._peers.lane_to_open(self._clock.now())
                 turn = None if effects or opening else self._next_frame()
                 if not (effects or opening or turn):
-                    if self._closing and not self._sends:
+                    if self._closing and not self._deliveries:
                         return
                     self._changed.wait(self._pause())
                     continue
@@ -330,7 +334,7 @@ class KvSender:
 
     def _pause(self) -> float:
         """How long there is nothing to do unless something happens; under the lock."""
-        if not self._sends:
+        if not self._deliveries:
             return _IDLE_S
         watching = any(send.session.watched_step is not None and send.peer.credit > 0 for send in self._turns)
         return _POLL_S if watching else _TICK_S
@@ -347,6 +351,7 @@ class KvSender:
             values = self._store.gather(
                 span.layer_start, span.layer_count, send.block_ids, span.token_start, span.token_count
             )
+            values = self._travelling(values, send)
             packed = pack_frame(values, send.limits, span, turn.codec)
         except Exception as error:
             # Whatever the cache objects to, this send must end and its gather must count as over.
@@ -378,6 +383,13 @@ class KvSender:
             self._counters.retries += task.attempt > 0
             self._event(send, FrameSent(task.frame_index, packed.checksums, size))
 
+    def _travelling(self, values: torch.Tensor, send: Send) -> torch.Tensor:
+        """The heads of what was gathered that go to this send's endpoint."""
+        start = send.limits.head_start - self._store.geometry.head_start
+        if send.limits.head_count == values.shape[3]:
+            return values
+        return values.narrow(3, start, send.limits.head_count).contiguous()
+
     def _perform(self, send: Send, effect: SendEffect) -> None:
         match effect:
             case SendManifest(manifest):
@@ -396,23 +408,34 @@ class KvSender:
 
     def _done(self, send: Send, failure: SendFailure | None) -> None:
         now = self._clock.now()
+        delivery = send.delivery
         with self._changed:
-            del self._sends[send.key]
             self._turns.remove(send)
             send.peer.sends.pop(send.limits.ref, None)
             silent = now - send.peer.heard_at >= self._config.send_timeout_s
             if failure is not None and failure.kind is FailureKind.TIMEOUT and silent:
                 # Not one word for as long: the next send should find a new stream.
                 self._peers.drop(send.peer, "the receiver is silent", refused=False)
+            last = delivery.ended(failure)
+            if last:
+                del self._deliveries[delivery.key]
+                first = delivery.failure
+                self._counters.failed += first is not None and first.kind is not FailureKind.ABORTED
+            elif failure is not None:
+                # A part of the heads is of no use.
+                for other in delivery.sends:
+                    self._event(other, AbortSend(failure.reason))
+        if not last:
+            return
         outcome = SendOutcome(
-            key=send.key,
-            error=None if failure is None else _error(failure),
-            frames=send.session.frames_sent,
-            wire_bytes=send.session.wire_bytes,
-            seconds=now - send.opened_at,
+            key=delivery.key,
+            error=None if delivery.failure is None else _error(delivery.failure),
+            frames=sum(part.session.frames_sent for part in delivery.sends),
+            wire_bytes=sum(part.session.wire_bytes for part in delivery.sends),
+            seconds=now - delivery.opened_at,
         )
         try:
-            send.on_done(outcome)
+            delivery.on_done(outcome)
         except Exception:
             logger.exception("on_done of %s failed", send.key)
 

@@ -32,12 +32,17 @@ from pdcore.types import RequestKey
 
 @dataclass(slots=True)
 class Target:
-    """Where the frames of a live ticket go. `lane_bytes`: frame bytes taken, by the transport that they came by."""
+    """Where the frames of a live ticket go.
+
+    `lane_bytes`: frame bytes taken, by the transport that they came by. `converted`: some came in another type than
+    the cache's.
+    """
 
     key: RequestKey
     block_ids: tuple[int, ...]
     limits: FrameLimits
     lane_bytes: dict[str, int] = field(default_factory=dict)
+    converted: bool = False
 
     @property
     def main_transport(self) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from kv_transfer.manifest import Coverage, FrameSpan, Manifest, TicketRef
+from kv_transfer.head_ranges import HeadRange
+from kv_transfer.manifest import FrameSpan, Manifest, TicketRef
 from kv_transfer.receiving import (
     AckFrame,
     CommitTicket,
@@ -20,6 +21,7 @@ from kv_transfer.receiving import (
     RejectFrame,
     ReleaseTicket,
     ScatterFrame,
+    Source,
     TicketEffect,
     TicketPhase,
 )
@@ -43,8 +45,8 @@ class TicketTable:
         self._by_key: dict[RequestKey, TicketRef] = {}
         self._free: list[int] = []
         self._slots = 0
-        # How each slot's last use ended, to answer what comes late: the manifest it was committed by, or a reason.
-        self._ends: dict[int, tuple[int, Manifest | str]] = {}
+        # How each slot's last use ended, to answer what comes late: the manifests it was committed by, or a reason.
+        self._ends: dict[int, tuple[int, tuple[Manifest, ...] | str]] = {}
 
     # --- the owner ------------------------------------------------------------------------------------------------
 
@@ -54,12 +56,13 @@ class TicketTable:
         key: RequestKey,
         router_id: str,
         num_layers: int,
+        heads: HeadRange,
         token_start: int,
         token_end: int,
         lease_s: float,
         now: float,
     ) -> TicketRef:
-        """Open a ticket for tokens ``[token_start, token_end)``.
+        """Open a ticket for tokens ``[token_start, token_end)`` of these heads.
 
         Raises:
             TicketError: the request has an open ticket already.
@@ -78,10 +81,12 @@ class TicketTable:
             ref=ref,
             key=key,
             router_id=router_id,
+            num_layers=num_layers,
+            heads=heads,
+            token_start=token_start,
             token_end=token_end,
             lease_s=lease_s,
             deadline=now + lease_s,
-            coverage=Coverage(num_layers, token_start, token_end),
         )
         self._by_key[key] = ref
         return ref
@@ -116,25 +121,25 @@ class TicketTable:
 
     # --- the wire -------------------------------------------------------------------------------------------------
 
-    def frame_begins(self, ref: TicketRef, stream: int, now: float) -> bool:
+    def frame_begins(self, ref: TicketRef, source: Source, now: float) -> bool:
         """The first bytes of a frame are here. True if the frame is worth memory.
 
-        Its ticket listens to `stream` from then on, so that it ends with it. If False, `frame_offered` will refuse
-        the frame and say why.
+        Its ticket listens to the source's stream from then on, so that it ends with it. If False, `frame_offered`
+        will refuse the frame and say why.
         """
         session = self._sessions.get(ref)
         if session is None or session.phase is not TicketPhase.OPEN or now >= session.deadline:
             return False
-        if not session.bind(stream):
+        if not session.bind(source):
             return False
         session.deadline = now + session.lease_s
         return True
 
     def frame_offered(
-        self, ref: TicketRef, index: int, *, stream: int, wire_bytes: int, first_byte_at: float, now: float
+        self, ref: TicketRef, index: int, *, source: Source, wire_bytes: int, first_byte_at: float, now: float
     ) -> tuple[TicketEffect, ...]:
         """A whole frame is here, not decoded yet."""
-        session, late = self._open(ref, stream, now)
+        session, late = self._open(ref, source, now)
         if session is None:
             return late
         session.deadline = now + session.lease_s
@@ -142,7 +147,7 @@ class TicketTable:
         if counts.first_byte_at is None:
             counts = replace(counts, first_byte_at=first_byte_at)
         session.counts = replace(counts, wire_bytes=counts.wire_bytes + wire_bytes)
-        if index in session.checksums:
+        if index in session.parts[source.stream].checksums:
             session.counts = replace(session.counts, retries=session.counts.retries + 1)
             return (AckFrame(),)
         return (DecodeFrame(),)
@@ -150,7 +155,9 @@ class TicketTable:
     def frame_verified(
         self,
         ref: TicketRef,
+        stream: int,
         index: int,
+        *,
         span: FrameSpan,
         checksums: tuple[int, ...],
         codec_bytes: tuple[tuple[str, int], ...],
@@ -159,13 +166,14 @@ class TicketTable:
         session = self._sessions.get(ref)
         if session is None or session.phase is not TicketPhase.OPEN:
             return (RejectFrame(False, self._why(ref)),)
-        if index in session.checksums:  # two copies were decoded side by side
+        part = session.parts[stream]
+        if index in part.checksums:  # two copies were decoded side by side
             return (AckFrame(),)
-        if not session.coverage.add(span):
+        if not part.coverage.add(span):
             reason = f"frame {index} covers what another frame covers, or nothing of the ticket"
             return (RejectFrame(False, reason), *self._end(session, reason, failed=True))
-        session.checksums[index] = checksums
-        session.in_flight.add(index)
+        part.checksums[index] = checksums
+        part.in_flight.add(index)
         totals = dict(session.counts.codec_bytes)
         for codec, size in codec_bytes:
             totals[codec] = totals.get(codec, 0) + size
@@ -187,18 +195,18 @@ class TicketTable:
             return (RejectFrame(True, reason),)
         return (RejectFrame(False, reason), *self._end(session, f"frame {index}: {reason}", failed=True))
 
-    def frame_scattered(self, ref: TicketRef, index: int) -> tuple[TicketEffect, ...]:
+    def frame_scattered(self, ref: TicketRef, stream: int, index: int) -> tuple[TicketEffect, ...]:
         """A frame is in its blocks."""
         session = self._sessions[ref]
-        session.in_flight.remove(index)
+        session.parts[stream].in_flight.remove(index)
         if session.phase is TicketPhase.ENDING:
             return (RejectFrame(False, session.end_reason), *self._finish_ending(session))
         return (AckFrame(), *self._try_commit(session))
 
-    def scatter_failed(self, ref: TicketRef, index: int, reason: str) -> tuple[TicketEffect, ...]:
+    def scatter_failed(self, ref: TicketRef, stream: int, index: int, reason: str) -> tuple[TicketEffect, ...]:
         """A frame could not be written to its blocks: the ticket cannot be filled."""
         session = self._sessions[ref]
-        session.in_flight.remove(index)
+        session.parts[stream].in_flight.remove(index)
         effects = (
             self._finish_ending(session)
             if session.phase is TicketPhase.ENDING
@@ -206,17 +214,18 @@ class TicketTable:
         )
         return (RejectFrame(False, reason), *effects)
 
-    def manifest_arrived(self, manifest: Manifest, stream: int, now: float) -> tuple[TicketEffect, ...]:
-        """The sender's closing statement, perhaps before the last frame, perhaps again."""
+    def manifest_arrived(self, manifest: Manifest, source: Source, now: float) -> tuple[TicketEffect, ...]:
+        """A sender's closing statement, perhaps before its last frame, perhaps again."""
         ref = manifest.ref
-        if ref not in self._sessions and self._ends.get(ref.ticket_id) == (ref.generation, manifest):
-            return (ConfirmCommit(stream, ref),)
-        session, late = self._open(ref, stream, now)
+        if ref not in self._sessions and manifest in self._committed_by(ref):
+            return (ConfirmCommit(source.stream, ref),)
+        session, late = self._open(ref, source, now)
         if session is None:
             return tuple(effect for effect in late if not isinstance(effect, RejectFrame))
         session.deadline = now + session.lease_s
-        if session.manifest is not None:
-            if session.manifest == manifest:
+        part = session.parts[source.stream]
+        if part.manifest is not None:
+            if part.manifest == manifest:
                 return ()
             return self._end(session, "two manifests that differ", failed=True)
         if manifest.key != session.key or manifest.num_tokens != session.token_end:
@@ -226,61 +235,64 @@ class TicketTable:
                 f"with {session.token_end}",
                 failed=True,
             )
-        session.manifest = manifest
+        part.manifest = manifest
         return self._try_commit(session)
 
     def commit_done(self, ref: TicketRef, accepted: bool) -> tuple[TicketEffect, ...]:
         """The host has answered a `CommitTicket`."""
         session = self._sessions[ref]
         assert session.phase is TicketPhase.COMMITTING, session.phase
-        assert session.manifest is not None
-        assert session.stream is not None
         if accepted:
-            self._remove(session, session.manifest)
-            return (ConfirmCommit(session.stream, ref),)
+            self._remove(session, session.manifests)
+            return tuple(ConfirmCommit(stream, ref) for stream in session.parts)
         session.phase = TicketPhase.ENDING
         session.end_reason = "the request is gone"
-        return (RefuseTicket(session.stream, ref, session.end_reason), *self._finish_ending(session))
+        refusals = (RefuseTicket(stream, ref, session.end_reason) for stream in session.parts)
+        return (*refusals, *self._finish_ending(session))
 
-    def sender_aborted(self, ref: TicketRef, stream: int, reason: str) -> tuple[TicketEffect, ...]:
-        """The sender gives up. Not a failure to report from here: the sender's worker tells the router why."""
+    def sender_aborted(self, ref: TicketRef, source: Source, reason: str) -> tuple[TicketEffect, ...]:
+        """A sender gives up. Not a failure to report from here: the sender's worker tells the router why."""
         session = self._sessions.get(ref)
-        if session is None or not session.bind(stream):
+        if session is None or not session.bind(source):
             return ()
-        return self._end(session, f"the sender gave up: {reason}", failed=False, tell=False)
+        return self._end(session, f"the sender gave up: {reason}", failed=False, knows=source.stream)
 
     def stream_closed(self, stream: int, reason: str) -> tuple[TicketEffect, ...]:
-        """A stream is gone, and with it the senders of the tickets that listened to it."""
-        return self._end_all(lambda session: session.stream == stream, reason, failed=True, tell=False)
+        """A stream is gone, and with it a sender of the tickets that listened to it."""
+        return self._end_all(lambda session: stream in session.parts, reason, failed=True, knows=stream)
 
     # --- inner steps ----------------------------------------------------------------------------------------------
 
     def _open(
-        self, ref: TicketRef, stream: int, now: float
+        self, ref: TicketRef, source: Source, now: float
     ) -> tuple[ReceiveSession, tuple[()]] | tuple[None, tuple[TicketEffect, ...]]:
-        """The session that may take something from `stream`, or the refusal."""
+        """The session that may take something from `source`, or the refusal."""
         session = self._sessions.get(ref)
         expired: tuple[TicketEffect, ...] = ()
         if session is not None and session.phase is TicketPhase.OPEN:
             if now < session.deadline:
-                if session.bind(stream):
+                if session.bind(source):
                     return session, ()
-                reason = "the ticket is being filled by another stream"
-                return None, (RefuseTicket(stream, ref, reason), RejectFrame(False, reason))
+                reason = f"heads {source.heads} of the ticket are being filled by another stream"
+                return None, (RefuseTicket(source.stream, ref, reason), RejectFrame(False, reason))
             expired = self._end(session, "the ticket's lease expired", failed=True)
         reason = self._why(ref)
         if self._over(ref):
             # The sender knows, or will: the confirmation or the refusal is on its way or lies behind it.
             return None, (RejectFrame(False, reason), *expired)
-        return None, (RefuseTicket(stream, ref, reason), RejectFrame(False, reason), *expired)
+        return None, (RefuseTicket(source.stream, ref, reason), RejectFrame(False, reason), *expired)
 
     def _over(self, ref: TicketRef) -> bool:
         """The ticket is committed, or about to be."""
         session = self._sessions.get(ref)
         if session is not None:
             return session.phase is TicketPhase.COMMITTING
+        return bool(self._committed_by(ref))
+
+    def _committed_by(self, ref: TicketRef) -> tuple[Manifest, ...]:
+        """The manifests that a ticket was committed by; empty if it was not, or is forgotten."""
         generation, end = self._ends.get(ref.ticket_id, (0, ""))
-        return generation == ref.generation and isinstance(end, Manifest)
+        return end if generation == ref.generation and isinstance(end, tuple) else ()
 
     def _why(self, ref: TicketRef) -> str:
         """Why a ticket takes nothing."""
@@ -300,27 +312,27 @@ class TicketTable:
         problem = session.manifest_problem()
         if problem is not None:
             return self._end(session, f"the manifest does not fit: {problem}", failed=True)
-        assert session.manifest is not None
         session.phase = TicketPhase.COMMITTING
-        manifest = session.manifest
+        manifest = session.manifests[0]
         return (CommitTicket(session.ref, session.key, manifest.first_token, session.counts, manifest.codec_reason),)
 
-    def _end(self, session: ReceiveSession, reason: str, failed: bool, tell: bool = True) -> tuple[TicketEffect, ...]:
+    def _end(
+        self, session: ReceiveSession, reason: str, failed: bool, knows: int | None = None
+    ) -> tuple[TicketEffect, ...]:
+        """End an open ticket and tell its senders, but for the one on stream `knows`."""
         if session.phase is not TicketPhase.OPEN:
             return ()
         session.phase = TicketPhase.ENDING
         session.end_reason = reason
         session.end_failed = failed
-        refusal: tuple[TicketEffect, ...] = ()
-        if tell and session.stream is not None:
-            refusal = (RefuseTicket(session.stream, session.ref, reason),)
-        return (*refusal, *self._finish_ending(session))
+        refusals = (RefuseTicket(stream, session.ref, reason) for stream in session.parts if stream != knows)
+        return (*refusals, *self._finish_ending(session))
 
     def _end_all(
-        self, chosen: Callable[[ReceiveSession], bool], reason: str, failed: bool, tell: bool = True
+        self, chosen: Callable[[ReceiveSession], bool], reason: str, failed: bool, knows: int | None = None
     ) -> tuple[TicketEffect, ...]:
         sessions = [session for session in self._sessions.values() if chosen(session)]
-        return tuple(effect for session in sessions for effect in self._end(session, reason, failed, tell))
+        return tuple(effect for session in sessions for effect in self._end(session, reason, failed, knows))
 
     def _finish_ending(self, session: ReceiveSession) -> tuple[TicketEffect, ...]:
         if session.in_flight:
@@ -328,7 +340,7 @@ class TicketTable:
         self._remove(session, session.end_reason)
         return (ReleaseTicket(session.ref, session.key, session.end_reason, session.end_failed),)
 
-    def _remove(self, session: ReceiveSession, end: Manifest | str) -> None:
+    def _remove(self, session: ReceiveSession, end: tuple[Manifest, ...] | str) -> None:
         del self._sessions[session.ref]
         del self._by_key[session.key]
         self._free.append(session.ref.ticket_id)
@@ -340,7 +352,9 @@ class TicketTable:
         used = [ref.ticket_id for ref in self._sessions]
         assert sorted(used + self._free) == list(range(self._slots)), (used, self._free)
         for session in self._sessions.values():
-            assert session.in_flight <= session.checksums.keys()
+            heads = [part.heads for part in session.parts.values()]
+            assert all(one.overlap(other) is None for i, one in enumerate(heads) for other in heads[:i]), heads
+            assert all(part.in_flight <= part.checksums.keys() for part in session.parts.values())
             assert session.phase is not TicketPhase.ENDING or session.in_flight, "an ended ticket lingers"
             assert session.phase is not TicketPhase.COMMITTING or not session.in_flight
 
@@ -358,7 +372,7 @@ class TicketTable:
     def snapshot(self) -> tuple[object, ...]:
         """Hashable value of all that can still make a difference; texts and counters do not."""
         ends = (
-            (slot, generation, end if isinstance(end, Manifest) else None)
+            (slot, generation, end if isinstance(end, tuple) else None)
             for slot, (generation, end) in sorted(self._ends.items(), key=lambda item: item[0])
         )
         return (

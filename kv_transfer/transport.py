@@ -41,8 +41,14 @@ class KvStore(Protocol):
         """
         ...
 
-    def scatter(self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor) -> None:
-        """Copy K and V into the cache; the inverse of `gather`, `values` as it returns them."""
+    def scatter(
+        self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor, head_start: int = 0
+    ) -> None:
+        """Copy K and V into the cache; the inverse of `gather`, `values` as it returns them, or fewer heads of it.
+
+        Args:
+            head_start: where the heads of `values` begin, counted from this cache's first.
+        """
         ...
 
 

@@ -28,9 +28,18 @@ CODEC_CHOICES = (AUTO, *CODECS)
 """What `kv_codec` may be, of a request, a class or the cluster; a worker may lack some of them."""
 TRANSPORTS = ("grpc", "shm", "collective", "nixl")
 TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
+KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
+
+
+def convertible(source: str, target: str, allowed: str) -> bool:
+    """A cache of dtype `target` may take KV of dtype `source`; `allowed` is one of `KV_CONVERSIONS`.
+
+    Exact is what changes no number: every bfloat16 and every float16 is a float32 as well.
+    """
+    return target in (source, "float32") or allowed == "rounding"
 
 
 def _require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -133,6 +142,8 @@ class TransferConfig:
         send_timeout_s: seconds without progress until a send fails.
         max_reserved_fraction: share of the KV pool that uncommitted tickets may hold.
         max_frame_retries: how often one frame is sent again before the transfer fails.
+        kv_conversion: KV in another type than this cache's, of a prefill worker with another dtype: ``exact`` takes
+            it where its numbers stay as they are (bfloat16 or float16 to float32), ``rounding`` in any case.
         receive_threads: threads that decode and scatter. cpu_affinity: their cores; empty leaves them free.
     """
 
@@ -149,6 +160,7 @@ class TransferConfig:
     send_timeout_s: float = 5.0
     max_reserved_fraction: float = 0.5
     max_frame_retries: int = 2
+    kv_conversion: str = "exact"
     receive_threads: int = 1
     cpu_affinity: tuple[int, ...] = ()
 
@@ -187,6 +199,12 @@ class TransferConfig:
             "a number in (0, 1]",
         )
         _require(self.max_frame_retries >= 0, "transfer.max_frame_retries", self.max_frame_retries, "an integer >= 0")
+        _require(
+            self.kv_conversion in KV_CONVERSIONS,
+            "transfer.kv_conversion",
+            self.kv_conversion,
+            ", ".join(KV_CONVERSIONS),
+        )
         _require(self.receive_threads >= 1, "transfer.receive_threads", self.receive_threads, "an integer >= 1")
 
     @property

@@ -76,6 +76,7 @@ class RequestSpec:
         token_window: how many tokens may be reported before the router returns credit.
         cache_salt: requests share cached KV only with those of the same salt.
         kv_codec: codec of its KV transfer, or ``auto``; empty for the prefill worker's setting.
+        rebuild: its KV was computed elsewhere before, and the transfer failed.
     """
 
     key: RequestKey
@@ -85,6 +86,7 @@ class RequestSpec:
     token_window: int = 64
     cache_salt: str = ""
     kv_codec: str = ""
+    rebuild: bool = False
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
@@ -96,14 +98,16 @@ class RequestSpec:
 class KvGeometry:
     """Shape of a KV cache and identity of the model that filled it.
 
-    Two workers can exchange KV only if everything but `block_size` and `num_blocks` is equal.
+    Two workers can exchange KV only if `model_digest`, `num_layers` and `head_dim` are equal, they have heads in
+    common, and the receiver can convert from the sender's `dtype`.
 
     Attributes:
-        model_digest: hex digest of weights identity, architecture, rope parameters and dtype.
-        num_layers, num_kv_heads, head_dim: shape of one token's KV.
+        model_digest: hex digest of weights identity, architecture and rope parameters.
+        num_layers, num_kv_heads, head_dim: shape of one token's KV in this cache.
         dtype: element type of the cache, a key of `DTYPE_BYTES`.
         block_size: tokens per block. Local to a worker; token ranges are authoritative on the wire.
         num_blocks: blocks in this worker's pool.
+        head_start: the model's KV head that is this cache's first: 0 but for ranks of a tensor-parallel worker.
     """
 
     model_digest: str
@@ -113,6 +117,7 @@ class KvGeometry:
     dtype: str
     block_size: int
     num_blocks: int
+    head_start: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -126,12 +131,23 @@ class KvGeometry:
 
 @dataclass(frozen=True, slots=True)
 class KvEndpoint:
-    """Where a ticket's frames go: an address, the transport spoken there and the heads it accepts."""
+    """Where the frames of one range of heads go.
+
+    Attributes:
+        address: ``host:port`` of the receiver. transport: what is spoken there.
+        head_start, head_count: heads of the model that it accepts.
+        ticket_id: slot number in the receiver's ticket table; reused.
+        generation: distinguishes successive uses of `ticket_id`; stale ones are refused.
+        worker_incarnation: of the receiver; a restarted one refuses older tickets.
+    """
 
     address: str
     transport: str
     head_start: int
     head_count: int
+    ticket_id: int
+    generation: int
+    worker_incarnation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,21 +155,15 @@ class KvTicket:
     """A decode worker's promise to take the KV of one request.
 
     Attributes:
-        ticket_id: slot number in the decode worker's ticket table; reused.
-        generation: distinguishes successive uses of `ticket_id`; stale ones are refused.
-        worker_incarnation: of the decode worker; a restarted one refuses older tickets.
         num_tokens: tokens of KV expected, counted from the start of the sequence.
         prefix_tokens: tokens that the decode worker already holds; only the rest is sent.
         lease_s: seconds, on the decode worker's clock, without a renewal until the ticket expires.
         codecs: accepted codec names, preferred first.
-        endpoints: one per head range.
+        endpoints: one for each range of heads: one in all, unless the decode worker is tensor-parallel.
         run_here: so little is missing that the decode worker would rather compute it than have it sent: it asks for
             `generate` in the ticket's place (after an abort of the ticket). The ticket is good all the same.
     """
 
-    ticket_id: int
-    generation: int
-    worker_incarnation: str
     num_tokens: int
     prefix_tokens: int
     lease_s: float
@@ -201,7 +211,10 @@ class WorkerLoad:
             nobody uses included; reserved are allocated to uncommitted tickets.
         open_tickets, open_sends: transfers under way.
         preemptions: sequences preempted.
-        recomputed_tokens: prompt tokens computed again, by reason (``preempt``, ``rebuild``, ``replay``).
+        recomputed_tokens: tokens computed again, by reason: ``preempt``, ``rebuild`` (a transfer failed), ``replay``
+            (another worker did).
+        transfers: what went wrong with KV transfers, by event: ``frames_retried``, ``lanes_failed``,
+            ``frames_moved`` to another transport, ``sends_failed``, ``frames_rejected``, ``tickets_failed``.
         step_ms: mean duration of the recent steps.
         progress: grows while the engine's loop lives, within a long step too; a worker with work and without
             progress is stuck.
@@ -225,6 +238,7 @@ class WorkerLoad:
     progress: int = 0
     cached_blocks: int = 0
     cached_tokens: int = 0
+    transfers: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pdcore.errors import InvalidRequest, PdserveError, TransferError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, RequestKey, RequestSpec
 from worker.events import prefill_notice, token_event
-from worker.handler import NotMyRole, Reporter, failed_notice
+from worker.handler import NotMyRole, Reporter, TransferLoad, failed_notice
 
 
 @dataclass(slots=True)
@@ -188,8 +188,15 @@ class PrefillHandler:
         with self._lock:
             return list(self._requests)
 
-    def transfers(self) -> tuple[int, int]:
-        return 0, self._sender.open_sends
+    def transfers(self) -> TransferLoad:
+        counters = self._sender.counters
+        events = {
+            "frames_retried": counters.retries,
+            "lanes_failed": sum(lane.failures for lane in counters.lanes.values()),
+            "frames_moved": sum(lane.moved_frames for lane in counters.lanes.values()),
+            "sends_failed": counters.failed,
+        }
+        return TransferLoad(0, self._sender.open_sends, events)
 
     def end_streams(self) -> None:
         """A prefill worker's transfers are streams of its own."""

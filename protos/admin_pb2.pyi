@@ -82,6 +82,8 @@ class GetStatusReply(google.protobuf.message.Message):
     FAILED_REQUESTS_FIELD_NUMBER: builtins.int
     REPLAYS_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
+    FAILED_TRANSFERS_FIELD_NUMBER: builtins.int
+    REBUILDS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     uptime_s: builtins.float
     draining: builtins.bool
@@ -90,6 +92,10 @@ class GetStatusReply(google.protobuf.message.Message):
     finished_requests: builtins.int
     failed_requests: builtins.int
     replays: builtins.int
+    failed_transfers: builtins.int
+    """KV transfers that did not arrive"""
+    rebuilds: builtins.int
+    """of those, requests that the decode side computed again itself"""
     @property
     def model(self) -> protos.worker_pb2.ModelDescription: ...
     @property
@@ -107,10 +113,12 @@ class GetStatusReply(google.protobuf.message.Message):
         failed_requests: builtins.int = ...,
         replays: builtins.int = ...,
         workers: collections.abc.Iterable[Global___WorkerStatus] | None = ...,
+        failed_transfers: builtins.int = ...,
+        rebuilds: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["model", b"model"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "failed_requests", b"failed_requests", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "replays", b"replays", "router_id", b"router_id", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatusReply: typing_extensions.TypeAlias = GetStatusReply

@@ -46,6 +46,7 @@ def geometry_to_proto(geometry: KvGeometry) -> kv_pb2.Geometry:
         dtype=geometry.dtype,
         block_size=geometry.block_size,
         num_blocks=geometry.num_blocks,
+        head_start=geometry.head_start,
     )
 
 
@@ -58,6 +59,7 @@ def geometry_from_proto(message: kv_pb2.Geometry) -> KvGeometry:
         dtype=message.dtype,
         block_size=message.block_size,
         num_blocks=message.num_blocks,
+        head_start=message.head_start,
     )
 
 
@@ -83,9 +85,6 @@ def model_from_proto(message: worker_pb2.ModelDescription) -> ModelInfo:
 
 def ticket_to_proto(ticket: KvTicket) -> kv_pb2.Ticket:
     return kv_pb2.Ticket(
-        ticket_id=ticket.ticket_id,
-        generation=ticket.generation,
-        worker_incarnation=ticket.worker_incarnation,
         num_tokens=ticket.num_tokens,
         prefix_tokens=ticket.prefix_tokens,
         lease_s=ticket.lease_s,
@@ -96,6 +95,9 @@ def ticket_to_proto(ticket: KvTicket) -> kv_pb2.Ticket:
                 transport=endpoint.transport,
                 head_start=endpoint.head_start,
                 head_count=endpoint.head_count,
+                ticket_id=endpoint.ticket_id,
+                generation=endpoint.generation,
+                worker_incarnation=endpoint.worker_incarnation,
             )
             for endpoint in ticket.endpoints
         ],
@@ -105,9 +107,6 @@ def ticket_to_proto(ticket: KvTicket) -> kv_pb2.Ticket:
 
 def ticket_from_proto(message: kv_pb2.Ticket) -> KvTicket:
     return KvTicket(
-        ticket_id=message.ticket_id,
-        generation=message.generation,
-        worker_incarnation=message.worker_incarnation,
         num_tokens=message.num_tokens,
         prefix_tokens=message.prefix_tokens,
         lease_s=message.lease_s,
@@ -118,6 +117,9 @@ def ticket_from_proto(message: kv_pb2.Ticket) -> KvTicket:
                 transport=endpoint.transport,
                 head_start=endpoint.head_start,
                 head_count=endpoint.head_count,
+                ticket_id=endpoint.ticket_id,
+                generation=endpoint.generation,
+                worker_incarnation=endpoint.worker_incarnation,
             )
             for endpoint in message.endpoints
         ),
@@ -169,6 +171,7 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         open_sends=load.open_sends,
         preemptions=load.preemptions,
         recomputed_tokens=load.recomputed_tokens,
+        transfer_events=load.transfers,
         step_ms=load.step_ms,
         progress=load.progress,
         cached_blocks=load.cached_blocks,
@@ -190,6 +193,7 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         open_sends=message.open_sends,
         preemptions=message.preemptions,
         recomputed_tokens=dict(message.recomputed_tokens),
+        transfers=dict(message.transfer_events),
         step_ms=message.step_ms,
         progress=message.progress,
         cached_blocks=message.cached_blocks,
@@ -217,6 +221,7 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
         token_window=spec.token_window,
         kv_codec=spec.kv_codec,
         cache_salt=spec.cache_salt,
+        rebuild=spec.rebuild,
     )
 
 
@@ -246,4 +251,5 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
         token_window=message.token_window,
         kv_codec=message.kv_codec,
         cache_salt=message.cache_salt,
+        rebuild=message.rebuild,
     )

@@ -37,16 +37,20 @@ class Geometry(google.protobuf.message.Message):
     DTYPE_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    HEAD_START_FIELD_NUMBER: builtins.int
     model_digest: builtins.str
-    """hex; weights identity, architecture, rope parameters, dtype"""
+    """hex; weights identity, architecture, rope parameters"""
     num_layers: builtins.int
     num_kv_heads: builtins.int
+    """in this cache"""
     head_dim: builtins.int
     dtype: builtins.str
     """"bfloat16", "float16" or "float32" """
     block_size: builtins.int
     """tokens; local to a worker, never used on the wire"""
     num_blocks: builtins.int
+    head_start: builtins.int
+    """the model's KV head that is this cache's first; ranks of a tensor-parallel worker differ"""
     def __init__(
         self,
         *,
@@ -57,8 +61,9 @@ class Geometry(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         block_size: builtins.int = ...,
         num_blocks: builtins.int = ...,
+        head_start: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "model_digest", b"model_digest", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["block_size", b"block_size", "dtype", b"dtype", "head_dim", b"head_dim", "head_start", b"head_start", "model_digest", b"model_digest", "num_blocks", b"num_blocks", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Geometry: typing_extensions.TypeAlias = Geometry
@@ -73,12 +78,22 @@ class Endpoint(google.protobuf.message.Message):
     TRANSPORT_FIELD_NUMBER: builtins.int
     HEAD_START_FIELD_NUMBER: builtins.int
     HEAD_COUNT_FIELD_NUMBER: builtins.int
+    TICKET_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    WORKER_INCARNATION_FIELD_NUMBER: builtins.int
     address: builtins.str
     """host:port"""
     transport: builtins.str
     """what the stream is spoken over: "grpc"; lanes are negotiated on the stream"""
     head_start: builtins.int
+    """heads are counted in the model"""
     head_count: builtins.int
+    ticket_id: builtins.int
+    """slot in the receiver's table; reused"""
+    generation: builtins.int
+    """distinguishes successive uses of ticket_id"""
+    worker_incarnation: builtins.str
+    """of the receiver"""
     def __init__(
         self,
         *,
@@ -86,8 +101,11 @@ class Endpoint(google.protobuf.message.Message):
         transport: builtins.str = ...,
         head_start: builtins.int = ...,
         head_count: builtins.int = ...,
+        ticket_id: builtins.int = ...,
+        generation: builtins.int = ...,
+        worker_incarnation: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "head_count", b"head_count", "head_start", b"head_start", "transport", b"transport"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "generation", b"generation", "head_count", b"head_count", "head_start", b"head_start", "ticket_id", b"ticket_id", "transport", b"transport", "worker_incarnation", b"worker_incarnation"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Endpoint: typing_extensions.TypeAlias = Endpoint
@@ -98,20 +116,12 @@ class Ticket(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TICKET_ID_FIELD_NUMBER: builtins.int
-    GENERATION_FIELD_NUMBER: builtins.int
-    WORKER_INCARNATION_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     PREFIX_TOKENS_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     CODECS_FIELD_NUMBER: builtins.int
     ENDPOINTS_FIELD_NUMBER: builtins.int
     RUN_HERE_FIELD_NUMBER: builtins.int
-    ticket_id: builtins.int
-    """slot in the decode worker's table; reused"""
-    generation: builtins.int
-    """distinguishes successive uses of ticket_id"""
-    worker_incarnation: builtins.str
     num_tokens: builtins.int
     """tokens of KV expected, from the start of the sequence"""
     prefix_tokens: builtins.int
@@ -125,13 +135,12 @@ class Ticket(google.protobuf.message.Message):
         """accepted, preferred first"""
 
     @property
-    def endpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Endpoint]: ...
+    def endpoints(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
+        """one for each range of heads"""
+
     def __init__(
         self,
         *,
-        ticket_id: builtins.int = ...,
-        generation: builtins.int = ...,
-        worker_incarnation: builtins.str = ...,
         num_tokens: builtins.int = ...,
         prefix_tokens: builtins.int = ...,
         lease_s: builtins.float = ...,
@@ -139,7 +148,7 @@ class Ticket(google.protobuf.message.Message):
         endpoints: collections.abc.Iterable[Global___Endpoint] | None = ...,
         run_here: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["codecs", b"codecs", "endpoints", b"endpoints", "generation", b"generation", "lease_s", b"lease_s", "num_tokens", b"num_tokens", "prefix_tokens", b"prefix_tokens", "run_here", b"run_here", "ticket_id", b"ticket_id", "worker_incarnation", b"worker_incarnation"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["codecs", b"codecs", "endpoints", b"endpoints", "lease_s", b"lease_s", "num_tokens", b"num_tokens", "prefix_tokens", b"prefix_tokens", "run_here", b"run_here"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Ticket: typing_extensions.TypeAlias = Ticket

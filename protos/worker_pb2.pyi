@@ -270,6 +270,7 @@ class WorkerRequest(google.protobuf.message.Message):
     TOKEN_WINDOW_FIELD_NUMBER: builtins.int
     KV_CODEC_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    REBUILD_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     token_window: builtins.int
@@ -278,6 +279,8 @@ class WorkerRequest(google.protobuf.message.Message):
     """codec of its KV transfer, or "auto"; empty: the prefill worker's setting"""
     cache_salt: builtins.str
     """cached KV is shared with requests of the same salt only"""
+    rebuild: builtins.bool
+    """its KV was computed before, and the transfer failed"""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -297,10 +300,11 @@ class WorkerRequest(google.protobuf.message.Message):
         token_window: builtins.int = ...,
         kv_codec: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        rebuild: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "token_window", b"token_window"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "rebuild", b"rebuild", "request_id", b"request_id", "sampling", b"sampling", "token_window", b"token_window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
@@ -515,6 +519,23 @@ class Load(google.protobuf.message.Message):
         _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
+    @typing.final
+    class TransferEventsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     STEP_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
@@ -531,6 +552,7 @@ class Load(google.protobuf.message.Message):
     PROGRESS_FIELD_NUMBER: builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    TRANSFER_EVENTS_FIELD_NUMBER: builtins.int
     step: builtins.int
     waiting: builtins.int
     running: builtins.int
@@ -553,6 +575,10 @@ class Load(google.protobuf.message.Message):
     def recomputed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason: preempt, rebuild, replay"""
 
+    @property
+    def transfer_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """what went wrong with KV transfers, see pdcore.types.WorkerLoad"""
+
     def __init__(
         self,
         *,
@@ -572,8 +598,9 @@ class Load(google.protobuf.message.Message):
         progress: builtins.int = ...,
         cached_blocks: builtins.int = ...,
         cached_tokens: builtins.int = ...,
+        transfer_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "waiting", b"waiting"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

@@ -16,11 +16,18 @@ logger = logging.getLogger("router.requests")
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start: requests that ended well or were cancelled, that ended with an error, and replays."""
+    """Since the start.
+
+    Attributes:
+        finished: requests that ended well or were cancelled. failed: that ended with an error. replays: of requests.
+        failed_transfers: KV transfers that did not arrive. rebuilds: how many of those requests went on without one.
+    """
 
     finished: int = 0
     failed: int = 0
     replays: int = 0
+    failed_transfers: int = 0
+    rebuilds: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +38,8 @@ class ActiveRequest:
         entry: its place in the queue, kept while it runs.
         deadline: fires at the client's deadline; None without one.
         refused: workers that had no room, and until when they are not asked again.
-        avoid: the worker of the last failure. refusals: so far.
+        avoid: the worker of the last failure, or the pair of the last failed transfer. refusals: so far.
+        failed_transfers: so far. rebuild: it goes on without a transfer.
         local_only: disaggregation was found impossible.
         no_route_since: seconds on the clock since when no worker could ever take it; None if one can.
     """
@@ -43,6 +51,8 @@ class ActiveRequest:
     refused: dict[str, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()
     refusals: int = 0
+    failed_transfers: int = 0
+    rebuild: bool = False
     local_only: bool = False
     no_route_since: float | None = None
 

@@ -35,5 +35,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             finished_requests=dispatcher.counters.finished,
             failed_requests=dispatcher.counters.failed,
             replays=dispatcher.counters.replays,
+            failed_transfers=dispatcher.counters.failed_transfers,
+            rebuilds=dispatcher.counters.rebuilds,
             workers=dispatcher.pool.statuses(),
         )

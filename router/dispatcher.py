@@ -25,6 +25,7 @@ from router import tracker as effects_of
 from router.active import ActiveRequest, Counters, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
 from router.policy import Mode, NoRoute, Route, RouteRequest, WorkerSnapshot, choose
+from router.rebuild import FailedTransfer, TransferRates, after_failed_transfer, another_pair
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import Effect, FailureKind, RequestState, RequestTracker
@@ -49,7 +50,7 @@ _FAILURES = {
     worker_pb2.FAILURE_CODE_INVALID: FailureKind.INVALID,
     worker_pb2.FAILURE_CODE_OVERLOADED: FailureKind.BUSY,
     worker_pb2.FAILURE_CODE_DRAINING: FailureKind.BUSY,
-    worker_pb2.FAILURE_CODE_TRANSFER: FailureKind.BROKEN,
+    worker_pb2.FAILURE_CODE_TRANSFER: FailureKind.TRANSFER,
     worker_pb2.FAILURE_CODE_INTERNAL: FailureKind.BROKEN,
 }
 
@@ -98,6 +99,7 @@ class Dispatcher:
     ) -> None:
         self.pool = WorkerPool(config, incarnation, self, clock, self._workers_changed)
         self.counters = Counters()
+        self._rates = TransferRates()
         self.draining = False
         self._config = config
         self._clock = clock
@@ -312,8 +314,13 @@ class Dispatcher:
                 active.tracker.prefill_done(
                     worker_id, notice.attempt, done.queued_s, done.compute_s, cached_tokens=done.cached_tokens
                 )
+                snapshot = self.pool.snapshot(worker_id)
+                if snapshot is not None:
+                    tokens = len(active.tracker.prompt) - done.cached_tokens
+                    self._rates.prefilled(snapshot.role, tokens, done.compute_s)
             elif notice.HasField("kv_received"):
                 stats = stats_from_proto(notice.kv_received)
+                self._rates.transferred(stats, len(active.tracker.prompt))
                 self.perform(active, active.tracker.kv_received(worker_id, notice.attempt, stats))
 
     def _on_failed(self, worker_id: str, notice: worker_pb2.RequestNotice) -> None:
@@ -376,7 +383,9 @@ class Dispatcher:
         not_before = now
         if effect.counted:
             self.counters.replays += 1
-            active.avoid = frozenset({effect.worker_id})
+            active.avoid = effect.pair or frozenset({effect.worker_id})
+            if effect.pair:
+                self._transfer_failed(active, effect.pair)
             # The first replay starts at once; if that fails too, haste does not help.
             replays = active.tracker.timeline.replays
             not_before += 0.0 if replays == 1 else _backoff(replays)
@@ -397,6 +406,30 @@ class Dispatcher:
         )
         self._queue.put_back(active.entry, not_before)
         self._pump_soon()
+
+    def _transfer_failed(self, active: ActiveRequest, pair: frozenset[str]) -> None:
+        """Another pair, or no transfer at all."""
+        tracker = active.tracker
+        active.failed_transfers += 1
+        self.counters.failed_transfers += 1
+        tokens = tracker.prompt_tokens
+        decision = after_failed_transfer(
+            FailedTransfer(
+                failures=active.failed_transfers,
+                delivered=len(tracker.delivered),
+                tokens=tokens,
+                elsewhere=another_pair(pair, self.pool.snapshots()),
+                again=self._rates.again(tokens),
+                prefill_tokens_s=self._rates.decode_side_tokens_s,
+            )
+        )
+        if decision.rebuild:
+            active.rebuild = True
+            self.counters.rebuilds += 1
+            # The decode worker is as good as any: what failed is the way to it.
+            active.avoid = frozenset()
+        mode = "rebuild" if decision.rebuild else "elsewhere"
+        log_event(logging.INFO, "transfer has failed", active, next=mode, because=decision.reason)
 
     def _ended(self, active: ActiveRequest, outcome: effects_of.Outcome) -> None:
         tracker = active.tracker
@@ -497,6 +530,7 @@ class Dispatcher:
             prompt_tokens=tracker.prompt_tokens,
             total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
             resumes=bool(tracker.delivered),
+            rebuild=active.rebuild,
             local_only=active.local_only,
             exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
             avoid=active.avoid,

@@ -98,6 +98,7 @@ class RouteRequest:
         prompt_tokens: tokens to compute before a new one is sampled, delivered ones included.
         total_tokens: prompt and output together, at most; a worker that decodes must be able to hold them.
         resumes: tokens were delivered already; the request is replayed locally from prompt + delivered.
+        rebuild: a KV transfer failed, and the decode side is to compute the prompt itself.
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
     """
@@ -105,6 +106,7 @@ class RouteRequest:
     prompt_tokens: int
     total_tokens: int
     resumes: bool = False
+    rebuild: bool = False
     local_only: bool = False
     exclude: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
@@ -112,12 +114,16 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The choice. `prefill` is None in local mode; `reason` says why this mode."""
+    """The choice. `prefill` is None in local mode; `reason` says why this mode.
+
+    `rebuild`: the KV was computed before, and its transfer failed.
+    """
 
     mode: Mode
     decode: str
     prefill: str | None
     reason: str
+    rebuild: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +147,8 @@ def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | 
     decode = [w for w in decode_pool if request.total_tokens <= w.capacity_tokens]
     aggregated = [w for w in usable if w.role is Role.AGGREGATED and request.total_tokens <= w.capacity_tokens]
 
+    if request.rebuild:
+        return _local(request, aggregated + decode, "rebuild")
     # Tokens are delivered: their KV is gone, and the worker that goes on computes prompt and tokens again itself.
     if request.resumes:
         return _local(request, aggregated + decode, "replay")
@@ -181,7 +189,7 @@ def _local(request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str
             w.worker_id,
         ),
     )
-    return Route(Mode.LOCAL, best.worker_id, None, reason)
+    return Route(Mode.LOCAL, best.worker_id, None, reason, rebuild=request.rebuild)
 
 
 def _least_prefill(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:

@@ -28,7 +28,8 @@ class FailureKind(StrEnum):
 
     INVALID = "invalid"  # it can never run: not retried
     BUSY = "busy"  # no room, or draining: tried elsewhere or later, not counted as a replay
-    BROKEN = "broken"  # transfer, worker or bug: replayed, a bounded number of times
+    BROKEN = "broken"  # worker or bug: replayed, a bounded number of times
+    TRANSFER = "transfer"  # its KV did not arrive: as BROKEN, but where it goes on is `router.rebuild`'s business
 
 
 class TokenSink(Protocol):
@@ -95,11 +96,16 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Requeue:
-    """Run the request again. `counted`: as a replay. `worker_id`: who failed or refused."""
+    """Run the request again.
+
+    `counted`: as a replay. `worker_id`: who failed or refused. `pair`: the prefill and the decode worker between
+    which a transfer failed; empty if that is not what happened.
+    """
 
     counted: bool
     worker_id: str
     reason: str
+    pair: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +380,9 @@ class RequestTracker:
                 return self._requeue(worker_id, counted=False, reason=message)
             case FailureKind.BROKEN:
                 return self._fail(worker_id, message, now)
+            case FailureKind.TRANSFER:
+                pair = frozenset() if self._prefill is None else frozenset({self._prefill, self._decode})
+                return self._fail(worker_id, message, now, pair=pair)
 
     def worker_lost(self, worker_id: str, reason: str, now: float) -> Sequence[Effect]:
         """The session with a worker has ended; the worker holds nothing of this router any more."""
@@ -402,6 +411,7 @@ class RequestTracker:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _spec(self) -> RequestSpec:
+        assert self._route is not None
         return RequestSpec(
             self.key,
             self.prompt,
@@ -410,6 +420,7 @@ class RequestTracker:
             self._token_window,
             cache_salt=self._cache_salt,
             kv_codec=self._kv_codec,
+            rebuild=self._route.rebuild,
         )
 
     def _is_current(self, worker_id: str, attempt: int) -> bool:
@@ -446,17 +457,21 @@ class RequestTracker:
             for worker_id, sent in holders.items()
         ]
 
-    def _requeue(self, worker_id: str, counted: bool, reason: str, done: bool = True) -> list[Effect]:
+    def _requeue(
+        self, worker_id: str, counted: bool, reason: str, *, done: bool = True, pair: frozenset[str] = frozenset()
+    ) -> list[Effect]:
         effects = self._release_all(worker_id if done else None, reason)
         self.state = RequestState.QUEUED
-        effects.append(Requeue(counted, worker_id, reason))
+        effects.append(Requeue(counted, worker_id, reason, pair))
         return effects
 
-    def _fail(self, worker_id: str, reason: str, now: float, done: bool = True) -> list[Effect]:
+    def _fail(
+        self, worker_id: str, reason: str, now: float, *, done: bool = True, pair: frozenset[str] = frozenset()
+    ) -> list[Effect]:
         """The attempt is lost through `worker_id`; `done`: it holds nothing any more."""
         if self.timeline.replays < self._max_replays:
             self.timeline.replays += 1
-            return self._requeue(worker_id, True, reason, done)
+            return self._requeue(worker_id, True, reason, done=done, pair=pair)
         error = ReplaysExhausted(f"given up after {self.timeline.replays} replays; the last failure: {reason}")
         return self._end(Outcome(FinishReason.ERROR, error), now, done=worker_id if done else None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from engine.engine import StepPlan, StepResult
 from pdcore.errors import InvalidRequest, PdserveError, TransferError, Unavailable
@@ -57,8 +57,8 @@ class RoleHandler(Protocol):
         """Requests of which this worker holds something: blocks, a ticket, a send."""
         ...
 
-    def transfers(self) -> tuple[int, int]:
-        """Open tickets and open sends."""
+    def transfers(self) -> TransferLoad:
+        """The transfers under way, and what went wrong with those so far."""
         ...
 
     def end_streams(self) -> None:
@@ -68,6 +68,14 @@ class RoleHandler(Protocol):
     def close(self) -> None:
         """End all transfers; the engine loop has stopped."""
         ...
+
+
+class TransferLoad(NamedTuple):
+    """A role's part of `WorkerLoad`; `events` as `WorkerLoad.transfers`."""
+
+    open_tickets: int
+    open_sends: int
+    events: dict[str, int]
 
 
 class Reporter(Protocol):

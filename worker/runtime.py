@@ -192,8 +192,14 @@ class WorkerRuntime:
     # -- what the parts ask for ----------------------------------------------------------------------------------
 
     def load(self) -> WorkerLoad:
-        tickets, sends = self.handler.transfers()
-        return replace(self.engine.load(), open_tickets=tickets, open_sends=sends, progress=self._progress())
+        transfers = self.handler.transfers()
+        return replace(
+            self.engine.load(),
+            open_tickets=transfers.open_tickets,
+            open_sends=transfers.open_sends,
+            transfers=transfers.events,
+            progress=self._progress(),
+        )
 
     def _progress(self) -> int:
         return self.loop.looks + self.runner.progress.total(self.runner.geometry.num_layers)

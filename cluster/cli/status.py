@@ -61,7 +61,8 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
     )
     console.print(
         f"requests: {reply.running_requests} running, {reply.queued_requests} queued, {reply.finished_requests} "
-        f"finished, {reply.failed_requests} failed, {reply.replays} replays",
+        f"finished, {reply.failed_requests} failed, {reply.replays} replays"
+        + (f", {reply.failed_transfers} failed transfers" if reply.failed_transfers else ""),
         highlight=False,
     )
     workers = sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id))

@@ -18,7 +18,7 @@ from engine.models.rope import inverse_frequencies
 from kv_transfer.codecs.calibration import Calibration
 from kv_transfer.codecs.sinks import SINK_TOKENS
 from kv_transfer.codecs.tc4 import Tc4Codec, key_turns, rotate_keys
-from kv_transfer.packing import TORCH_DTYPES
+from kv_transfer.conversion import TORCH_DTYPES
 from pdcore.errors import ModelError
 from pdcore.types import KvGeometry
 

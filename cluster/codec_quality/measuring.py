@@ -25,7 +25,7 @@ from cluster.codec_quality.model_runs import SequenceRun, make_runner
 from cluster.codec_quality.scoring import PromptScore, bootstrap_interval, score_prompt
 from cluster.codec_quality.sections import Coded, through_codec
 from kv_transfer.codecs.base import Codec
-from kv_transfer.packing import TORCH_DTYPES
+from kv_transfer.conversion import TORCH_DTYPES
 from pdcore.types import KvGeometry
 
 PROMPT_TOKENS = 256

@@ -24,7 +24,7 @@ def model_geometry(folder: Path, dtype: str, num_blocks: int = 1) -> KvGeometry:
     """What the KV of a model is like when it is served in `dtype`. Raises `ModelError`."""
     architecture = read_config(folder)
     return KvGeometry(
-        model_digest=model_digest(architecture, WeightFiles(folder), dtype),
+        model_digest=model_digest(architecture, WeightFiles(folder)),
         num_layers=architecture.num_layers,
         num_kv_heads=architecture.num_kv_heads,
         head_dim=architecture.head_dim,

@@ -55,10 +55,11 @@ class CodecRegistry:
         """Wire names of what can pack `dtype`."""
         return tuple(name for name, codec in self._by_wire_name.items() if dtype in codec.dtypes)
 
-    def accepted(self, asked: str, dtype: str) -> tuple[str, ...]:
-        """Wire names of what a ticket for KV of type `dtype` accepts: whatever is lossless, and what was asked for (a
-        plain name, or ``auto``), which comes first."""
-        fitting = [(name, self._by_wire_name[name]) for name in self.fitting(dtype)]
+    def accepted(self, asked: str, dtypes: Iterable[str]) -> tuple[str, ...]:
+        """Wire names of what a ticket for KV of one of `dtypes` accepts: whatever is lossless, and what was asked for
+        (a plain name, or ``auto``), which comes first."""
+        taken = set(dtypes)
+        fitting = [(name, codec) for name, codec in self._by_wire_name.items() if taken & set(codec.dtypes)]
         wanted = [(name, codec.name != asked) for name, codec in fitting if codec.lossless or codec.name == asked]
         return tuple(name for name, _ in sorted(wanted, key=lambda item: item[1]))
 

@@ -271,8 +271,8 @@ def test_a_lease_runs_out_unless_renewed(transport: str) -> None:
         assert pair.host.ends(RequestKey("kept", 0)) == 1
         before = pair.target.cache.clone()
         for late in (ticket, kept):
-            sending = pair.open(RequestKey("late", late.ticket_id), late)
-            pair.sender.finish(RequestKey("late", late.ticket_id), 1)
+            sending = pair.open(RequestKey("late", late.endpoints[0].ticket_id), late)
+            pair.sender.finish(RequestKey("late", late.endpoints[0].ticket_id), 1)
             assert isinstance(sending.wait().error, TicketError)
         assert bool((pair.target.cache == before).all())
 
@@ -284,7 +284,8 @@ def test_stale_frames_never_reach_blocks_that_have_changed_hands(transport: str)
         pair.host.wait_end(KEY)
         new_key = RequestKey("new", 0)
         new = pair.grant(new_key, 100)  # the same slot and the same blocks
-        assert (new.ticket_id, new.generation > old.generation) == (old.ticket_id, True)
+        (was,), (now,) = old.endpoints, new.endpoints
+        assert (now.ticket_id, now.generation > was.generation) == (was.ticket_id, True)
         before = pair.target.cache.clone()
         pair.source.fill(pair.blocks(pair.source, 100), 100, seed=3)
         stale = pair.open(KEY, old)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from kv_transfer.codecs.registry import STANDARD
 from kv_transfer.manifest import TicketRef
@@ -36,6 +37,31 @@ def test_block_sizes(transport: str, source_block: int, target_block: int) -> No
         assert pair.host.releases == []
         assert pair.receiver.open_tickets == 0
         assert pair.sender.open_sends == 0
+
+
+@pytest.mark.parametrize("codec", ["raw", "auto"])
+@pytest.mark.parametrize("target", DTYPE_BYTES)
+@pytest.mark.parametrize("source", DTYPE_BYTES)
+def test_caches_of_different_types(source: str, target: str, codec: str) -> None:
+    config = config_of("grpc", codec=codec, kv_conversion="rounding")
+    with Pair(small_geometry(dtype=source), small_geometry(dtype=target, block_size=32), config) as pair:
+        assert pair.transfer(RequestKey("r", 0), 75).error is None
+        sent = pair.source.read(pair.blocks(pair.source, 75), 75)
+        got = pair.target.read(pair.blocks(pair.target, 75), 75)
+        assert torch.equal(got, sent.to(got.dtype))
+        # What was converted is not what this worker would have computed: it must not answer for other prompts.
+        assert pair.host.commits[0][2].lossless is (source == target)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "fits"),
+    [("bfloat16", "float32", True), ("float16", "float32", True), ("float32", "bfloat16", False)],
+)
+def test_rounding_has_to_be_asked_for(source: str, target: str, fits: bool) -> None:
+    with Pair(small_geometry(dtype=source), small_geometry(dtype=target), config_of("grpc")) as pair:
+        error = pair.transfer(RequestKey("r", 0), 75).error
+        assert (error is None) is fits
+        assert fits or all(word in str(error) for word in ("kv_conversion", source, target))
 
 
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
@@ -152,10 +178,10 @@ def test_no_frame_is_larger_than_a_token_of_a_layer_needs(transport: str) -> Non
     ("change", "words"),
     [
         ({"codecs": ("morse",)}, "morse"),
-        ({"endpoints": (KvEndpoint("127.0.0.1:1", "pigeon", 0, 2),)}, "pigeon"),
-        ({"endpoints": (KvEndpoint("127.0.0.1:1", "grpc", 1, 1),)}, "heads"),
+        ({"endpoints": (KvEndpoint("127.0.0.1:1", "pigeon", 0, 2, 0, 1, "x"),)}, "pigeon"),
+        ({"endpoints": (KvEndpoint("127.0.0.1:1", "grpc", 1, 1, 0, 1, "x"),)}, "heads"),
         ({"endpoints": ()}, "transport"),
-        ({"worker_incarnation": ""}, "incarnation"),
+        ({"endpoints": (KvEndpoint("127.0.0.1:1", "grpc", 0, 2, 0, 1, ""),)}, "incarnation"),
         ({"num_tokens": 1 << 20}, "blocks"),
         ({"prefix_tokens": 40}, "tokens"),
     ],
@@ -208,7 +234,8 @@ def test_ticket_generations_are_never_reused() -> None:
         for attempt in range(5):
             key = RequestKey("r", attempt)
             ticket = pair.grant(key, 16)
-            refs.add(TicketRef(ticket.ticket_id, ticket.generation))
+            (endpoint,) = ticket.endpoints
+            refs.add(TicketRef(endpoint.ticket_id, endpoint.generation))
             pair.receiver.release(key, "enough")
             pair.receiver.release(key, "enough")
             pair.host.wait_end(key)

@@ -26,13 +26,16 @@ SHAPE = {
 }
 
 
+ROLES = {"prefill": worker_pb2.WORKER_ROLE_PREFILL, "decode": worker_pb2.WORKER_ROLE_DECODE}
+
+
 def describe(
     worker_id: str = "prefill-0", incarnation: str = "i1", **shape: object
 ) -> membership_pb2.WorkerDescription:
     return membership_pb2.WorkerDescription(
         worker_id=worker_id,
         incarnation=incarnation,
-        role=worker_pb2.WORKER_ROLE_PREFILL,
+        role=ROLES[worker_id.partition("-")[0]],
         address="127.0.0.1:1",
         model=worker_pb2.ModelDescription(name="tiny", digest="aa"),
         geometry=kv_pb2.Geometry(**{**SHAPE, **shape}),
@@ -147,7 +150,7 @@ async def test_watcher_hears_every_change_and_signs_of_life() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("dtype", "float32", ["dtype", "'bfloat16'", "'float32'"]),
+        ("dtype", "float16", ["dtype", "'bfloat16'", "'float16'", "kv_conversion"]),
         ("num_layers", 4, ["num_layers", "has 3", "has 4"]),
         ("num_kv_heads", 1, ["num_kv_heads", "has 2", "has 1"]),
         ("head_dim", 64, ["head_dim", "has 16", "has 64"]),
@@ -162,6 +165,19 @@ async def test_misfit_is_refused_with_both_values(field: str, value: object, wor
         assert refusal.value.code() == grpc.StatusCode.FAILED_PRECONDITION
         assert all(word in refusal.value.details() for word in [*words, "prefill-0", "decode-0"])
         assert len(cluster.server.members().members) == 1
+
+
+async def test_a_pool_has_one_dtype_and_the_decode_pool_one_that_takes_the_prefill_pool_s() -> None:
+    async with serving() as cluster:
+        await cluster.register(describe())
+        await cluster.register(describe("decode-0", dtype="float32"))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"dtype differs.*'float32'.*'bfloat16'"):
+            await cluster.register(describe("decode-1"))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"dtype differs.*'bfloat16'.*'float32'"):
+            await cluster.register(describe("prefill-1", dtype="float32"))
+    async with serving(kv_conversion="rounding") as cluster:
+        await cluster.register(describe(dtype="float32"))
+        await cluster.register(describe("decode-0"))
 
 
 async def test_first_model_stays_the_cluster_s_model_when_its_worker_has_left() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -496,7 +497,7 @@ async def test_nothing_is_armed_after_the_stop(model: Path) -> None:
 
 async def test_replays_are_bounded(model: Path) -> None:
     async with NullCluster(model, pair(), max_replays=2) as cluster:
-        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_TRANSFER
+        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_INTERNAL
         with pytest.raises(Unavailable, match="given up after 2 replays"):
             await cluster.client.complete([1], request_id="r")
         assert cluster["p0"].commands["prefill", "r"] == 3
@@ -504,6 +505,48 @@ async def test_replays_are_bounded(model: Path) -> None:
         assert cluster["d0"].commands["abort", "r"] == 3
         assert cluster.dispatcher.counters.replays == 2
         assert issubclass(ReplaysExhausted, Unavailable)
+
+
+async def test_a_failed_transfer_goes_to_another_pair(model: Path) -> None:
+    async with NullCluster(model, [*pair(), NullWorker("p1", Role.PREFILL)]) as cluster:
+        cluster["p0"].refuse = cluster["p1"].refuse = _first_one_fails()
+        answer = await cluster.client.complete([1], Sampling(max_tokens=5), request_id="r")
+        timeline = answer.end.timeline
+        assert answer.token_ids == expected([1], 5)
+        assert (timeline.mode, timeline.replays) == ("disaggregated", 1)
+        assert {cluster[name].commands["prefill", "r"] for name in ("p0", "p1")} == {1}
+        counters = cluster.dispatcher.counters
+        assert (counters.failed_transfers, counters.rebuilds, counters.replays) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("spare", [False, True])
+async def test_a_transfer_that_cannot_be_had_is_rebuilt_on_the_decode_side(model: Path, spare: bool) -> None:
+    workers = [*pair(), NullWorker("p1", Role.PREFILL)] if spare else pair()
+    rebuilt: list[bool] = []
+
+    def note(command: str, request: worker_pb2.WorkerRequest) -> int | None:
+        rebuilt.append(command == "generate" and request.rebuild)
+        return None
+
+    async with NullCluster(model, workers) as cluster:
+        for worker in workers:
+            if worker.role is Role.PREFILL:
+                worker.refuse = lambda command, request: worker_pb2.FAILURE_CODE_TRANSFER
+        cluster["d0"].refuse = note
+        answer = await cluster.client.complete([1], Sampling(max_tokens=5), request_id="r")
+        timeline = answer.end.timeline
+        assert answer.token_ids == expected([1], 5)
+        assert (timeline.mode, timeline.reason, timeline.decode_worker) == ("local", "rebuild", "d0")
+        assert rebuilt[-1]
+        assert sum(rebuilt) == 1
+        status = cluster.dispatcher.counters
+        assert (status.failed_transfers, status.rebuilds) == (2 if spare else 1, 1)
+        await cluster.empty()
+
+
+def _first_one_fails() -> Callable[[str, worker_pb2.WorkerRequest], int | None]:
+    codes = iter([worker_pb2.FAILURE_CODE_TRANSFER])
+    return lambda command, request: next(codes, None)
 
 
 async def test_a_restarted_worker_is_used_again(model: Path) -> None:

@@ -45,10 +45,13 @@ class FakeCache:
         rows = self.data[self.slots(block_ids, token_start, token_count)]
         return rows[:, layer_start : layer_start + layer_count].permute(1, 2, 0, 3, 4).contiguous()
 
-    def scatter(self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor) -> None:
+    def scatter(
+        self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor, head_start: int = 0
+    ) -> None:
         """As `KvStore.scatter`."""
         slots = self.slots(block_ids, token_start, values.shape[2])
-        self.data[slots, layer_start : layer_start + values.shape[0]] = values.permute(2, 0, 1, 3, 4)
+        heads = slice(head_start, head_start + values.shape[3])
+        self.data[slots, layer_start : layer_start + values.shape[0], :, heads] = values.permute(2, 0, 1, 3, 4)
 
 
 class FakeRunner:

@@ -6,15 +6,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kv_transfer.packing import TORCH_DTYPES
+from kv_transfer.conversion import TORCH_DTYPES
 from pdcore.types import KvGeometry
 
 
 def small_geometry(
-    *, dtype: str = "bfloat16", block_size: int = 16, num_blocks: int = 64, layers: int = 3, digest: str = "abc123"
+    *,
+    dtype: str = "bfloat16",
+    block_size: int = 16,
+    num_blocks: int = 64,
+    layers: int = 3,
+    digest: str = "abc123",
+    heads: tuple[int, int] = (0, 2),
 ) -> KvGeometry:
-    """A geometry of two heads of eight dimensions."""
-    return KvGeometry(digest, layers, 2, 8, dtype, block_size, num_blocks)
+    """A geometry of heads (first, count) of eight dimensions."""
+    head_start, head_count = heads
+    return KvGeometry(digest, layers, head_count, 8, dtype, block_size, num_blocks, head_start)
 
 
 class MemoryKvStore:
@@ -46,12 +53,16 @@ class MemoryKvStore:
         blocks, offsets = self._slots(block_ids, token_start, token_count)
         return self.cache[layer_start : layer_start + layer_count, :, blocks, offsets].contiguous()
 
-    def scatter(self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor) -> None:
+    def scatter(
+        self, layer_start: int, block_ids: Sequence[int], token_start: int, values: torch.Tensor, head_start: int = 0
+    ) -> None:
         if self.on_scatter is not None:
             self.on_scatter(layer_start, token_start)
         assert values.is_contiguous()
+        assert values.dtype == self.cache.dtype
         blocks, offsets = self._slots(block_ids, token_start, values.shape[2])
-        self.cache[layer_start : layer_start + values.shape[0], :, blocks, offsets] = values
+        heads = slice(head_start, head_start + values.shape[3])
+        self.cache[layer_start : layer_start + values.shape[0], :, blocks, offsets, heads] = values
 
     def fill(self, block_ids: Sequence[int], num_tokens: int, seed: int) -> torch.Tensor:
         """Write KV drawn from `seed` for tokens ``[0, num_tokens)``; returns it as `gather` would."""

@@ -273,13 +273,19 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         self._tickets += 1
         job.ticket_id = self._tickets
         ticket = kv_pb2.Ticket(
-            ticket_id=job.ticket_id,
-            generation=1,
-            worker_incarnation=self.incarnation,
             num_tokens=job.tokens - 1,
             lease_s=10.0,
             codecs=["raw"],
-            endpoints=[kv_pb2.Endpoint(address=self.address, transport="grpc", head_count=1)],
+            endpoints=[
+                kv_pb2.Endpoint(
+                    address=self.address,
+                    transport="grpc",
+                    head_count=1,
+                    ticket_id=job.ticket_id,
+                    generation=1,
+                    worker_incarnation=self.incarnation,
+                )
+            ],
         )
         reply = worker_pb2.ReserveReply(request_id=job.key.request_id, attempt=job.key.attempt, granted=ticket)
         job.session.replies.append(worker_pb2.SessionEvent(reserve=reply))
@@ -304,7 +310,8 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
 
     async def _push(self, job: _Job, ticket: kv_pb2.Ticket, first_token: int) -> str:
         """Commit the ticket at the decode worker; returns what went wrong."""
-        ref = kv_pb2.TicketRef(ticket_id=ticket.ticket_id, generation=ticket.generation)
+        (endpoint,) = ticket.endpoints
+        ref = kv_pb2.TicketRef(ticket_id=endpoint.ticket_id, generation=endpoint.generation)
         manifest = kv_pb2.Manifest(
             ticket=ref,
             request_id=job.key.request_id,
@@ -312,7 +319,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             num_tokens=ticket.num_tokens,
             first_token=first_token,
         )
-        async with grpc.aio.insecure_channel(ticket.endpoints[0].address) as channel:
+        async with grpc.aio.insecure_channel(endpoint.address) as channel:
             call = kv_pb2_grpc.KvStub(channel).Push(
                 iter([kv_pb2.PushMessage(hello=kv_pb2.PushHello()), kv_pb2.PushMessage(manifest=manifest)])
             )

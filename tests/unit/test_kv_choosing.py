@@ -42,7 +42,7 @@ ADDRESS = "10.0.0.1:7"
 def choose(chooser: CodecChooser, asked: str = "auto", now: float = 0.0, transport: str = "grpc") -> Chosen:
     return chooser.choose(
         asked,
-        CODECS.accepted(asked, "bfloat16"),
+        CODECS.accepted(asked, ["bfloat16"]),
         ADDRESS,
         transport,
         raw_bytes=64 << 20,
@@ -67,8 +67,8 @@ def saturate(chooser: CodecChooser, bytes_s: float, start: float = 0.0, frames: 
 
 
 def test_a_ticket_accepts_what_is_lossless_and_what_was_asked_for() -> None:
-    assert CODECS.accepted("auto", "bfloat16") == ("bexp3", "bexp-zstd", "zstd", "raw")
-    assert CODECS.accepted("zstd", "bfloat16") == ("zstd", "bexp3", "bexp-zstd", "raw")
+    assert CODECS.accepted("auto", ["bfloat16"]) == ("bexp3", "bexp-zstd", "zstd", "raw")
+    assert CODECS.accepted("zstd", ["bfloat16"]) == ("zstd", "bexp3", "bexp-zstd", "raw")
     assert CODECS.accepted("q8", "bfloat16") == ("q8", "bexp3", "bexp-zstd", "zstd", "raw")
     assert CODECS.accepted("bexp3", "float32") == ("zstd", "raw")
     assert CODECS.fitting("float32") == ("zstd", "raw", "q8")

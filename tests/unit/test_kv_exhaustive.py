@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from kv_transfer.head_ranges import HeadRange
 from kv_transfer.manifest import FrameSpan, Manifest, frames_digest
 from kv_transfer.planning import Computing
 from kv_transfer.receiving import (
@@ -27,6 +28,7 @@ from kv_transfer.receiving import (
     RejectFrame,
     ReleaseTicket,
     ScatterFrame,
+    Source,
 )
 from kv_transfer.session import (
     AbortSend,
@@ -55,6 +57,7 @@ FIRST_TOKEN = 7
 LEASE = (1.0, 2.0)  # of the first and the second ticket, so that the first can expire alone
 RETRIES = (1, 0)  # of a frame; a second sender that retries, too, doubles the states and adds nothing
 FOREVER = 1e9
+HEADS = HeadRange(0, 1)
 SPANS = tuple(FrameSpan(layer, 1, 0, 1) for layer in range(FRAMES))
 
 
@@ -265,6 +268,7 @@ class World:
             key=key_of(sender),
             router_id="router",
             num_layers=FRAMES,
+            heads=HEADS,
             token_start=0,
             token_end=1,
             lease_s=LEASE[sender],
@@ -364,16 +368,20 @@ class World:
                     "frame_offered",
                     ref,
                     what,
-                    stream=sender,
+                    source=Source(sender, HEADS),
                     wire_bytes=1,
                     first_byte_at=0.0,
                     now=0.0,
                 )
                 return self.with_table(state, moved, sender, what)
             case "manifest":
-                return self.with_table(state, self.move_table(state.table, "manifest_arrived", what, sender, 0.0))
+                return self.with_table(
+                    state, self.move_table(state.table, "manifest_arrived", what, Source(sender, HEADS), 0.0)
+                )
             case _:
-                return self.with_table(state, self.move_table(state.table, "sender_aborted", ref, sender, "x"))
+                return self.with_table(
+                    state, self.move_table(state.table, "sender_aborted", ref, Source(sender, HEADS), "x")
+                )
 
     @staticmethod
     def reply_event(kind: str, what: Any) -> Any:
@@ -392,7 +400,14 @@ class World:
             after = state._replace(decoding=state.decoding & ~self.job(sender, index))
             ref = self.refs[sender]
             verified = self.move_table(
-                state.table, "frame_verified", ref, index, SPANS[index], checksums_of(sender, index), (("raw", 2),)
+                state.table,
+                "frame_verified",
+                ref,
+                sender,
+                index,
+                span=SPANS[index],
+                checksums=checksums_of(sender, index),
+                codec_bytes=(("raw", 2),),
             )
             yield self.with_table(after, verified, sender, index)
             for retryable in (True, False):
@@ -402,9 +417,11 @@ class World:
             assert state.owner == sender, "a scatter is in flight into a block that changed hands"
             after = state._replace(scattering=state.scattering & ~self.job(sender, index))
             content = tuple(sender if layer == index else held for layer, held in enumerate(state.content))
-            scattered = self.move_table(state.table, "frame_scattered", self.refs[sender], index)
+            scattered = self.move_table(state.table, "frame_scattered", self.refs[sender], sender, index)
             yield self.with_table(after._replace(content=content), scattered, sender, index)
-            failed = self.move_table(state.table, "scatter_failed", self.refs[sender], index, "cannot scatter")
+            failed = self.move_table(
+                state.table, "scatter_failed", self.refs[sender], sender, index, "cannot scatter"
+            )
             yield self.with_table(after, failed, sender, index)
         for sender in (0, 1):
             if state.committing >> sender & 1:

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from kv_transfer.codecs.base import SectionShape
 from kv_transfer.codecs.registry import STANDARD
+from kv_transfer.conversion import TORCH_DTYPES
 from kv_transfer.frames import HEADER_BYTES, LOSSLESS_CODECS, FrameHeader, FrameLimits, decode_header
 from kv_transfer.manifest import FrameSpan, TicketRef, frames_digest
-from kv_transfer.packing import TORCH_DTYPES, pack_frame, unpack_frame
+from kv_transfer.packing import pack_frame, unpack_frame
 from pdcore.errors import FrameError
 from pdcore.types import KvGeometry, RequestKey
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from kv_transfer.codecs.base import Codec, SectionShape
 from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.codecs.tc4 import Tc4Codec
+from kv_transfer.conversion import TORCH_DTYPES
 from kv_transfer.frames import KIND_K, KIND_V, FrameLimits, decode_header, wire_name
 from kv_transfer.manifest import FrameSpan, TicketRef
-from kv_transfer.packing import TORCH_DTYPES, pack_frame, unpack_frame
+from kv_transfer.packing import pack_frame, unpack_frame
 from pdcore.errors import FrameError
 from pdcore.types import KvGeometry, RequestKey
 from tests.support.calibrations import random_calibration

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.assembly import FrameAssembler
+from kv_transfer.head_ranges import HeadRange
 from kv_transfer.manifest import Coverage, FrameSpan, TicketRef
 from kv_transfer.messages import Piece
 from kv_transfer.planning import Computing, FramePlanner
-from kv_transfer.receiving import CommitTicket, ConfirmCommit, RefuseTicket, RejectFrame, ReleaseTicket
+from kv_transfer.receiving import CommitTicket, ConfirmCommit, RefuseTicket, RejectFrame, ReleaseTicket, Source
 from kv_transfer.session import (
     AbortSend,
     Acked,
@@ -37,6 +38,8 @@ from kv_transfer.session import (
 from kv_transfer.tickets import TicketTable
 from pdcore.errors import FrameError, TicketError
 from pdcore.types import RequestKey
+
+SOURCE = Source(1, HeadRange(0, 1))
 
 KEY = RequestKey("r", 0)
 REF = TicketRef(0, 1)
@@ -256,6 +259,7 @@ def test_the_table_answers_what_comes_late() -> None:
             key=RequestKey(name, 0),
             router_id="router",
             num_layers=1,
+            heads=SOURCE.heads,
             token_start=0,
             token_end=1,
             lease_s=10.0,
@@ -269,23 +273,23 @@ def test_the_table_answers_what_comes_late() -> None:
     session.on_event(Finish(7), 0.0)
     (manifest,) = (effect.manifest for effect in send_all(session) if isinstance(effect, SendManifest))
     assert manifest.ref == first
-    assert table.manifest_arrived(manifest, 1, 0.0) == (), "it waits for its frame"
-    assert table.frame_begins(first, 1, 0.0)
-    table.frame_offered(first, 0, stream=1, wire_bytes=10, first_byte_at=0.0, now=0.0)
-    assert not table.frame_begins(first, 2, 0.0), "another stream"
-    table.frame_verified(first, 0, FrameSpan(0, 1, 0, 1), (0,), (("raw", 1),))
-    effects = table.frame_scattered(first, 0)
+    assert table.manifest_arrived(manifest, SOURCE, 0.0) == (), "it waits for its frame"
+    assert table.frame_begins(first, SOURCE, 0.0)
+    table.frame_offered(first, 0, source=SOURCE, wire_bytes=10, first_byte_at=0.0, now=0.0)
+    assert not table.frame_begins(first, SOURCE._replace(stream=2), 0.0), "another stream"
+    table.frame_verified(first, 1, 0, span=FrameSpan(0, 1, 0, 1), checksums=(0,), codec_bytes=(("raw", 1),))
+    effects = table.frame_scattered(first, 1, 0)
     assert isinstance(effects[-1], CommitTicket)
     assert table.release(KEY, "while it commits") == ()
     assert table.commit_done(first, True) == (ConfirmCommit(1, first),)
-    assert table.manifest_arrived(manifest, 1, 0.0) == (ConfirmCommit(1, first),)
+    assert table.manifest_arrived(manifest, SOURCE, 0.0) == (ConfirmCommit(1, first),)
     assert table.release(KEY, "too late") == ()
     second = grant("b")
     assert (second.ticket_id, second.generation) == (first.ticket_id, first.generation + 1)
-    assert isinstance(table.manifest_arrived(manifest, 1, 0.0)[0], ConfirmCommit)
+    assert isinstance(table.manifest_arrived(manifest, SOURCE, 0.0)[0], ConfirmCommit)
     assert table.tick(9.9) == ()
     assert [type(effect) for effect in table.tick(10.0)] == [ReleaseTicket]
-    (refusal,) = table.manifest_arrived(manifest, 1, 0.0)
+    (refusal,) = table.manifest_arrived(manifest, SOURCE, 0.0)
     assert isinstance(refusal, RefuseTicket)
     assert "stale" in refusal.reason
     table.check_integrity()
@@ -293,14 +297,23 @@ def test_the_table_answers_what_comes_late() -> None:
 
 def test_no_new_scatter_starts_once_a_ticket_is_ending() -> None:
     table = TicketTable()
-    ref = table.grant(key=KEY, router_id="router", num_layers=2, token_start=0, token_end=1, lease_s=10.0, now=0.0)
+    ref = table.grant(
+        key=KEY,
+        router_id="router",
+        num_layers=2,
+        heads=SOURCE.heads,
+        token_start=0,
+        token_end=1,
+        lease_s=10.0,
+        now=0.0,
+    )
     for index in (0, 1):
-        table.frame_offered(ref, index, stream=1, wire_bytes=10, first_byte_at=0.0, now=0.0)
-    table.frame_verified(ref, 0, FrameSpan(0, 1, 0, 1), (0,), (("raw", 1),))
+        table.frame_offered(ref, index, source=SOURCE, wire_bytes=10, first_byte_at=0.0, now=0.0)
+    table.frame_verified(ref, 1, 0, span=FrameSpan(0, 1, 0, 1), checksums=(0,), codec_bytes=(("raw", 1),))
     assert [type(effect) for effect in table.release(KEY, "gone")] == [RefuseTicket]
-    late = table.frame_verified(ref, 1, FrameSpan(1, 1, 0, 1), (1,), (("raw", 1),))
+    late = table.frame_verified(ref, 1, 1, span=FrameSpan(1, 1, 0, 1), checksums=(1,), codec_bytes=(("raw", 1),))
     assert late == (RejectFrame(False, "gone"),)
-    assert [type(effect) for effect in table.frame_scattered(ref, 0)] == [RejectFrame, ReleaseTicket]
+    assert [type(effect) for effect in table.frame_scattered(ref, 1, 0)] == [RejectFrame, ReleaseTicket]
     assert table.open_tickets == 0
 
 

@@ -112,20 +112,20 @@ def test_the_manual_clock_moves_when_told() -> None:
 
 
 def test_everything_on_the_wire_round_trips() -> None:
-    geometry = KvGeometry("ab", 30, 3, 64, "bfloat16", 16, 99)
+    geometry = KvGeometry("ab", 30, 3, 64, "bfloat16", 16, 99, 6)
     assert convert.geometry_from_proto(convert.geometry_to_proto(geometry)) == geometry
     assert geometry.bytes_per_token == 2 * 30 * 3 * 64 * 2
     assert [geometry.blocks_for(n) for n in (1, 16, 17)] == [1, 1, 2]
     model = ModelInfo("m", "ab", 8192, 49152, "bfloat16")
     assert convert.model_from_proto(convert.model_to_proto(model)) == model
-    ticket = KvTicket(3, 7, "inc", 100, 0, 10.0, ("bexp-zstd", "raw"), (KvEndpoint("h:1", "grpc", 0, 3),), True)
+    ticket = KvTicket(100, 0, 10.0, ("bexp-zstd", "raw"), (KvEndpoint("h:1", "grpc", 0, 3, 3, 7, "inc"),), True)
     assert convert.ticket_from_proto(convert.ticket_to_proto(ticket)) == ticket
     stats = KvTransferStats(7, 1000, 700, "raw", "grpc", 0.25, 4, 1, True, "asked for")
     assert convert.stats_from_proto(convert.stats_to_proto(stats)) == stats
-    load = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, {"preempt": 12}, 1.5, 13, 14, 15)
+    load = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, {"preempt": 12}, 1.5, 13, 14, 15, {"sends_failed": 16})
     assert convert.load_from_proto(convert.load_to_proto(load)) == load
     params = SamplingParams(9, 0.5, 4, 0.75, 0.25, 2**63 + 1, (1, 2), 3)
-    spec = RequestSpec(RequestKey("r", 2), (1, 2, 3), params, (4,), 8, "salt", "q8")
+    spec = RequestSpec(RequestKey("r", 2), (1, 2, 3), params, (4,), 8, "salt", "q8", True)
     assert convert.spec_from_proto(convert.spec_to_proto(spec)) == spec
     assert spec.known_tokens == (1, 2, 3, 4)
     assert {convert.role_from_proto(convert.role_to_proto(role)) for role in Role} == set(Role)
