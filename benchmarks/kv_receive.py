@@ -40,7 +40,7 @@ from kv_transfer.codecs.registry import STANDARD  # noqa: E402
 from kv_transfer.frames import FrameLimits  # noqa: E402
 from kv_transfer.handshake import hello  # noqa: E402
 from kv_transfer.manifest import FrameSpan, Manifest, TicketRef, frames_digest  # noqa: E402
-from kv_transfer.messages import Committed, FrameAck, FrameNack, PushReply, TicketRefused, Welcome  # noqa: E402
+from kv_transfer.messages import Committed, FrameAck, FrameNack, Piece, PushReply, TicketRefused, Welcome  # noqa: E402
 from kv_transfer.packing import pack_frame  # noqa: E402
 from kv_transfer.receiver import KvReceiver  # noqa: E402
 from kv_transfer.site import local_offer  # noqa: E402
@@ -76,8 +76,9 @@ class Row:
 class GilRow:
     """The receiver alone. Times in microseconds; `cpu_us_per_frame` is of the receive thread, all of it.
 
-    `python_us_per_frame`: of it, what a frame without bulk takes: one token of one layer, raw.
-    `longest_holds_us`: the five longest times that the lock was held; `holds_over_50us`: how many, per frame.
+    `python_us_per_frame`: what a frame without bulk takes: one token of one layer, raw.
+    `waits_over_50us`: how often, per frame, another thread waited longer than that for the interpreter lock, and the
+    median and the five longest of those waits; the time to wake that thread is in them.
     """
 
     codec: str
@@ -85,8 +86,37 @@ class GilRow:
     frame_bytes: int
     cpu_us_per_frame: float
     python_us_per_frame: float
-    holds_over_50us: float
-    longest_holds_us: list[float]
+    waits_over_50us: float
+    median_wait_us: float
+    longest_waits_us: list[float]
+
+
+def pack_all(  # noqa: PLR0917
+    kv: torch.Tensor,
+    geometry: KvGeometry,
+    ref: TicketRef,
+    key: RequestKey,
+    codecs: tuple[str, ...],
+    codec: str,
+    tokens: int,
+    layers: int,
+    frame_tokens: int,
+) -> tuple[list[tuple[FrameSpan, bytes]], Manifest]:
+    """Recorded KV [layers, 2, tokens, heads, dim], repeated, as the frames and the manifest of a ticket."""
+    limits = FrameLimits.for_ticket(
+        ref=ref, key=key, geometry=geometry, token_start=0, token_end=tokens, codecs=codecs
+    )
+    frames: list[tuple[FrameSpan, bytes]] = []
+    checksums = []
+    for token in range(0, tokens, frame_tokens):
+        for layer in range(0, geometry.num_layers, layers):
+            span = FrameSpan(layer, layers, token, min(frame_tokens, tokens - token))
+            rows = torch.arange(token, token + span.token_count) % kv.shape[2]
+            values = kv[layer : layer + layers][:, :, rows].contiguous()
+            packed = pack_frame(values, limits, span, STANDARD[codec])
+            frames.append((span, packed.data))
+            checksums.append(packed.checksums)
+    return frames, Manifest(ref, key, tokens, len(frames), 1, frames_digest(checksums))
 
 
 # --- the sender's process ------------------------------------------------------------------------------------------
@@ -151,38 +181,29 @@ def serve_sender(args: argparse.Namespace) -> int:
         order = json.loads(line)
         geometry = KvGeometry(**order["geometry"])
         ref, key = TicketRef(*order["ref"]), RequestKey(*order["key"])
-        limits = FrameLimits.for_ticket(
-            ref=ref,
-            key=key,
-            geometry=geometry,
-            token_start=0,
-            token_end=order["tokens"],
-            codecs=tuple(order["codecs"]),
+        packed, manifest = pack_all(
+            kv,
+            geometry,
+            ref,
+            key,
+            tuple(order["codecs"]),
+            order["codec"],
+            order["tokens"],
+            order["layers"],
+            order["frame_tokens"],
         )
-        spans = [
-            FrameSpan(layer, order["layers"], token, min(order["frame_tokens"], order["tokens"] - token))
-            for token in range(0, order["tokens"], order["frame_tokens"])
-            for layer in range(0, geometry.num_layers, order["layers"])
-        ]
-        packed = []
-        for span in spans:
-            rows = torch.arange(span.token_start, span.token_start + span.token_count) % kv.shape[2]
-            layers = slice(span.layer_start, span.layer_start + span.layer_count)
-            packed.append(pack_frame(kv[layers][:, :, rows].contiguous(), limits, span, STANDARD[order["codec"]]))
-        digest = frames_digest(frame.checksums for frame in packed)
-        manifest = Manifest(ref, key, order["tokens"], len(spans), 1, digest)
         if sender is None:
             sender = Sender(order["address"], geometry, order["incarnation"])
         print("ready", flush=True)
         sys.stdin.readline()
         start, rate = time.perf_counter(), order["tokens_s"]
 
-        def pace(index: int, start: float = start, rate: float = rate, spans: list[FrameSpan] = spans) -> float:
-            span = spans[index]
+        def pace(index: int, start: float = start, rate: float = rate) -> float:
+            span = packed[index][0]  # noqa: B023
             done = span.token_start + span.token_count * (span.layer_start + span.layer_count) / geometry.num_layers  # noqa: B023
             return start + done / rate if rate else start
 
-        sender.send([frame.data for frame in packed], manifest, pace)
+        sender.send([frame for _, frame in packed], manifest, pace)
         print(json.dumps({"seconds": time.perf_counter() - start}), flush=True)
     return 0
 
@@ -258,12 +279,6 @@ class Receiving:
         waiting.start()
         yield lambda: answer[0] if answer else None
         waiting.join(120.0)
-
-    def receive_thread_seconds(self) -> float:
-        """Processor time of the receive thread so far."""
-        (thread,) = (t for t in threading.enumerate() if t.name == "kv-receive-0")
-        fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
-        return int(fields[0]) / 1e9
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -372,67 +387,145 @@ def decode_rows(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def gil_rows(args: argparse.Namespace) -> list[GilRow]:
-    """The receiver's hold on the interpreter."""
-    from safetensors.torch import load_file
+class Inbox:
+    """A `PushStream` without a wire: counts answers."""
 
-    from engine.kv_cache import PagedKvCache
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._frames = 0
+        self.outcome = ""
 
-    layers, _, _, heads, dim = load_file(args.kv)["kv"].shape
-    geometry = KvGeometry("recorded", layers, heads, dim, "bfloat16", 16, args.tokens // 16 + 1)
-    receiving = Receiving(PagedKvCache(geometry), geometry, args.kv, list(range(geometry.num_blocks)))
-    holds: list[float] = []
-    looking = threading.Event()
+    def reply(self, reply: PushReply) -> None:
+        with self._changed:
+            match reply:
+                case FrameAck():
+                    self._frames += 1
+                case Committed():
+                    self.outcome = "committed"
+                case FrameNack() | TicketRefused():
+                    self.outcome = reply.reason
+            self._changed.notify_all()
 
-    def look() -> None:
-        # It gives the lock away only when another thread asks for it, and asks for it back at once: what it then
-        # waits for is how long the other one kept it.
+    def refuse(self, reason: str) -> None:
+        self.outcome = reason
+
+    def end(self) -> None:
+        """There is no wire to end."""
+
+    def wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.outcome, 60.0)
+        if self.outcome != "committed":
+            raise SystemExit(f"the transfer failed: {self.outcome}")
+
+
+class Looker:
+    """A thread that does nothing but look at the clock, on the first core.
+
+    It gives the interpreter lock away when another thread asks for it, and asks for it back at once: what it then
+    waits for is how long the other one keeps it, and how long the kernel takes to wake it.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+        self._looking = True
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._looking = False
+        self._thread.join()
+
+    def _look(self) -> None:
         os.sched_setaffinity(0, {DECODE_CORE})
         last = time.perf_counter()
-        while looking.is_set():
+        while self._looking:
             now = time.perf_counter()
             if now - last > GIL_LOOK_S:
-                holds.append((now - last) * 1e6)
+                self.waits.append((now - last) * 1e6)
             last = now
 
-    sys.setswitchinterval(1e-4)
+
+def gil_rows(args: argparse.Namespace) -> list[GilRow]:
+    """The receiver's hold on the interpreter. Frames lie in its process, so that nothing else wants its core."""
+    from safetensors.torch import load_file
+
+    torch.set_num_threads(1)
+    kv = load_file(args.kv)["kv"]
+    sys.setswitchinterval(1e-5)
+    bare = _alone(kv, "raw", 64, layers=1, frame_tokens=1, look=False)
     rows = []
-    try:
-        small, _ = _receive(receiving, "raw", 64, layers=1, frame_tokens=1)
-        for codec in args.codecs:
-            seconds, frames = _receive(receiving, codec, args.tokens, layers=LAYERS_PER_FRAME, frame_tokens=256)
-            holds.clear()
-            looking.set()
-            thread = threading.Thread(target=look)
-            thread.start()
-            _receive(receiving, codec, args.tokens, layers=LAYERS_PER_FRAME, frame_tokens=256)
-            looking.clear()
-            thread.join()
-            rows.append(
-                GilRow(
-                    codec,
-                    frames,
-                    geometry.bytes_per_token * 256 * LAYERS_PER_FRAME // layers,
-                    round(seconds / frames * 1e6, 1),
-                    round(small / (64 * layers) * 1e6, 1),
-                    round(len(holds) / frames, 3),
-                    [round(hold, 1) for hold in sorted(holds)[-5:]],
-                )
+    for codec in args.codecs:
+        quiet = _alone(kv, codec, args.tokens, layers=LAYERS_PER_FRAME, frame_tokens=FRAME_TOKENS, look=False)
+        watched = _alone(kv, codec, args.tokens, layers=LAYERS_PER_FRAME, frame_tokens=FRAME_TOKENS, look=True)
+        ordered = sorted(watched.waits)
+        rows.append(
+            GilRow(
+                codec,
+                quiet.frames,
+                quiet.raw_bytes // quiet.frames,
+                round(quiet.cpu_s / quiet.frames * 1e6, 1),
+                round(bare.cpu_s / bare.frames * 1e6, 1),
+                round(len(ordered) / watched.frames, 3),
+                round(statistics.median(ordered), 1) if ordered else 0.0,
+                [round(wait, 1) for wait in ordered[-5:]],
             )
-            print(rows[-1], flush=True)
-    finally:
-        receiving.close()
+        )
+        print(rows[-1], flush=True)
+    sys.setswitchinterval(0.005)
     return rows
 
 
-def _receive(receiving: Receiving, codec: str, tokens: int, *, layers: int, frame_tokens: int) -> tuple[float, int]:
-    """One transfer as fast as it goes: (processor seconds of the receive thread, frames)."""
-    frames, before = receiving.receiver.counters.frames, receiving.receive_thread_seconds()
-    with receiving.arriving(codec, tokens, 0.0, layers=layers, frame_tokens=frame_tokens) as finished:
-        while finished() is None:
-            time.sleep(0.01)
-    after = receiving.receive_thread_seconds()
-    return after - before, receiving.receiver.counters.frames - frames
+@dataclass
+class Alone:
+    """One transfer to a receiver that has its core to itself. `cpu_s`: of the receive thread."""
+
+    frames: int
+    raw_bytes: int
+    cpu_s: float
+    waits: list[float]
+
+
+def _alone(kv: torch.Tensor, codec: str, tokens: int, *, layers: int, frame_tokens: int, look: bool) -> Alone:
+    from engine.kv_cache import PagedKvCache
+
+    num_layers, _, _, heads, dim = kv.shape
+    geometry = KvGeometry("recorded", num_layers, heads, dim, "bfloat16", 16, tokens // 16 + 1)
+    receiver = KvReceiver(
+        worker_id="decode-0",
+        incarnation="decode-a",
+        store=PagedKvCache(geometry),
+        config=TransferConfig(lease_s=120.0, cpu_affinity=(TRANSFER_CORE,), credit_bytes=1 << 34),
+        host=Host(),
+        clock=MonotonicClock(),
+        faults=FaultPoints(),
+    )
+    key = RequestKey("r", 0)
+    ticket = receiver.grant(key, "router", tokens, list(range(geometry.num_blocks)), "")
+    (endpoint,) = ticket.endpoints
+    ref = TicketRef(endpoint.ticket_id, endpoint.generation)
+    frames, manifest = pack_all(kv, geometry, ref, key, ticket.codecs, codec, tokens, layers, frame_tokens)
+    inbox = Inbox()
+    listener = receiver.accept(inbox)
+    listener.on_message(hello("prefill-0", "prefill-a", "decode-a", geometry, local_offer("grpc", "", "cpu")))
+    (thread,) = (t for t in threading.enumerate() if t.name == "kv-receive-0")
+    looker = Looker() if look else None
+    before = _thread_seconds(thread)
+    for index, (_, frame) in enumerate(frames):
+        listener.on_message(Piece(ref, index, 0, 0, len(frame), frame))
+    listener.on_message(manifest)
+    inbox.wait()
+    seconds = _thread_seconds(thread) - before
+    if looker is not None:
+        looker.stop()
+    listener.on_closed("over")
+    receiver.close()
+    return Alone(len(frames), tokens * geometry.bytes_per_token, seconds, looker.waits if looker else [])
+
+
+def _thread_seconds(thread: threading.Thread) -> float:
+    """Processor time of a thread so far."""
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
 
 
 def main() -> int:
