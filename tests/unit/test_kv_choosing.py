@@ -69,10 +69,12 @@ def saturate(chooser: CodecChooser, bytes_s: float, start: float = 0.0, frames: 
 def test_a_ticket_accepts_what_is_lossless_and_what_was_asked_for() -> None:
     assert CODECS.accepted("auto", ["bfloat16"]) == ("bexp3", "bexp-zstd", "zstd", "raw")
     assert CODECS.accepted("zstd", ["bfloat16"]) == ("zstd", "bexp3", "bexp-zstd", "raw")
-    assert CODECS.accepted("q8", "bfloat16") == ("q8", "bexp3", "bexp-zstd", "zstd", "raw")
-    assert CODECS.accepted("bexp3", "float32") == ("zstd", "raw")
+    assert CODECS.accepted("q8", ["bfloat16"]) == ("q8", "bexp3", "bexp-zstd", "zstd", "raw")
+    assert CODECS.accepted("bexp3", ["float32"]) == ("zstd", "raw")
+    # KV of any type that the receiver converts.
+    assert CODECS.accepted("auto", ["float32", "bfloat16"]) == ("bexp3", "bexp-zstd", "zstd", "raw")
     assert CODECS.fitting("float32") == ("zstd", "raw", "q8")
-    assert CodecRegistry((RawCodec(), Q8Codec())).accepted("q9", "float32") == ("raw",)
+    assert CodecRegistry((RawCodec(), Q8Codec())).accepted("q9", ["float32"]) == ("raw",)
 
 
 def test_what_both_ends_have_may_be_used() -> None:
@@ -213,7 +215,7 @@ def test_costs_cover_every_codec_that_fits() -> None:
         for asked in ("auto", "raw", "q8"):
             chooser.choose(
                 asked,
-                CODECS.accepted(asked, dtype),
+                CODECS.accepted(asked, [dtype]),
                 ADDRESS,
                 "grpc",
                 raw_bytes=1,
