@@ -41,7 +41,7 @@ class NarrowLinear:
         rows = x.shape[0]
         out = torch.empty(rows, self._out)
         if rows:
-            self._linear(
+            done = self._linear(
                 x.data_ptr(),
                 rows,
                 x.stride(0),
@@ -53,6 +53,8 @@ class NarrowLinear:
                 out.data_ptr(),
                 torch.get_num_threads(),
             )
+            if not done:
+                raise MemoryError(f"{4 * rows * self._in} bytes to put {rows} rows in order")
         return out
 
 
@@ -84,6 +86,7 @@ def _library() -> ctypes.CDLL | None:
     _declare(library.pdmm_pack, "pzzp")
     _declare(library.pdmm_linear, "pzzpzzpppu")
     _declare(library.pdmm_threads, "ppp")
+    library.pdmm_linear.restype = ctypes.c_int
     _share_threads(library)
     return library
 

@@ -12,10 +12,13 @@
  */
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
 #define PANEL 16
+#define ROWS 6 /* of a tile: with 16 outputs they need 12 of the 16 registers */
+#define CACHED_BYTES (256 << 10)
 
 /* Bytes that hold the packed weights. */
 EXPORT size_t pdmm_packed_bytes(size_t n, size_t k)
@@ -50,6 +53,7 @@ struct job {
     size_t n, k;
     const float *bias;     /* [n], or NULL */
     const float *residual; /* [m, n], or NULL */
+    const float *ordered;  /* x as `order_rows` puts it, for more than ROWS rows; else NULL */
     float *y;              /* [m, n] */
 };
 
@@ -69,69 +73,96 @@ INLINE void store(const struct job *job, size_t row, size_t first, __m256 low, _
     memcpy(y, values, width * sizeof(float));
 }
 
-/* `rows` rows by `panels` panels, both constants where it is used, so that the sums stay in registers. */
-INLINE void tile(const struct job *job, size_t row, size_t first, const int rows, const int panels)
+/* `rows` rows by `panels` panels, both constants where it is used and their product at most 6. Element j of row r is
+ * x[r * across + j * along]. Sums are named, not in an array: a compiler keeps an array in memory. Sum s belongs to row
+ * s % rows and panel s / rows. */
+#define EACH_SUM(do) do(0) do(1) do(2) do(3) do(4) do(5)
+#define CLEAR(s) __m256 low##s = _mm256_setzero_ps(), high##s = _mm256_setzero_ps();
+#define ADD(s)                                                                                                         \
+    if (s < rows * panels) {                                                                                           \
+        if (s % rows == 0) {                                                                                           \
+            __m256i words = _mm256_loadu_si256((const __m256i *)(weights + ((size_t)(s / rows) * k + j) * PANEL));     \
+            a = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));                                                     \
+            b = _mm256_castsi256_ps(_mm256_and_si256(words, upper));                                                   \
+        }                                                                                                              \
+        __m256 value = _mm256_broadcast_ss(x + (size_t)(s % rows) * across + j * along);                               \
+        low##s = _mm256_fmadd_ps(value, a, low##s);                                                                    \
+        high##s = _mm256_fmadd_ps(value, b, high##s);                                                                  \
+    }
+#define STORE(s)                                                                                                       \
+    if (s < rows * panels)                                                                                             \
+        store(job, row + (size_t)(s % rows), first + (size_t)(s / rows) * PANEL, low##s, high##s);
+
+INLINE void tile(const struct job *job, const float *x, size_t across, size_t along, size_t row, size_t first,
+                 const int rows, const int panels)
 {
     const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
     const size_t k = job->k;
     const uint16_t *weights = job->packed + first * k;
-    const float *x = job->x + row * job->x_stride;
-    __m256 low[6][4], high[6][4];
-    for (int r = 0; r < rows; r++)
-        for (int p = 0; p < panels; p++)
-            low[r][p] = high[r][p] = _mm256_setzero_ps();
-    for (size_t j = 0; j < k; j++)
-        for (int p = 0; p < panels; p++) {
-            __m256i words = _mm256_loadu_si256((const __m256i *)(weights + ((size_t)p * k + j) * PANEL));
-            __m256 a = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
-            __m256 b = _mm256_castsi256_ps(_mm256_and_si256(words, upper));
-            for (int r = 0; r < rows; r++) {
-                __m256 value = _mm256_broadcast_ss(x + (size_t)r * job->x_stride + j);
-                low[r][p] = _mm256_fmadd_ps(value, a, low[r][p]);
-                high[r][p] = _mm256_fmadd_ps(value, b, high[r][p]);
-            }
-        }
-    for (int r = 0; r < rows; r++)
-        for (int p = 0; p < panels; p++)
-            store(job, row + (size_t)r, first + (size_t)p * PANEL, low[r][p], high[r][p]);
+    EACH_SUM(CLEAR)
+    for (size_t j = 0; j < k; j++) {
+        __m256 a = _mm256_setzero_ps(), b = a;
+        EACH_SUM(ADD)
+    }
+    EACH_SUM(STORE)
 }
 
-/* Panels [begin, end) of `rows` rows: as many panels at once as hide the latency of the additions. */
+/* Few rows, as they lie: panels [begin, end), as many at once as hide the latency of the additions. */
 #define BAND(rows, panels)                                                                                             \
-    TARGET static void band_##rows(const struct job *job, size_t row, size_t begin, size_t end)                        \
+    TARGET static void band_##rows(const struct job *job, size_t begin, size_t end)                                    \
     {                                                                                                                  \
         size_t panel = begin;                                                                                          \
         for (; panel + panels <= end; panel += panels)                                                                 \
-            tile(job, row, panel * PANEL, rows, panels);                                                               \
+            tile(job, job->x, job->x_stride, 1, 0, panel * PANEL, rows, panels);                                       \
         for (; panel < end; panel++)                                                                                   \
-            tile(job, row, panel * PANEL, rows, 1);                                                                    \
+            tile(job, job->x, job->x_stride, 1, 0, panel * PANEL, rows, 1);                                            \
+    }                                                                                                                  \
+    /* Many rows, put in order: `rows` of them, element by element, and one panel. */                                  \
+    TARGET static void cell_##rows(const struct job *job, const float *x, size_t row, size_t panel)                    \
+    {                                                                                                                  \
+        tile(job, x, 1, rows, row, panel *PANEL, rows, 1);                                                             \
     }
 
 BAND(1, 4)
-BAND(2, 2)
+BAND(2, 3)
 BAND(3, 2)
 BAND(4, 1)
 BAND(5, 1)
 BAND(6, 1)
 
-typedef void (*band_t)(const struct job *job, size_t row, size_t begin, size_t end);
+typedef void (*band_t)(const struct job *job, size_t begin, size_t end);
+typedef void (*cell_t)(const struct job *job, const float *x, size_t row, size_t panel);
 
 static const band_t bands[] = {NULL, band_1, band_2, band_3, band_4, band_5, band_6};
+static const cell_t cells[] = {NULL, cell_1, cell_2, cell_3, cell_4, cell_5, cell_6};
 
-/* The panels of one thread. Few rows go through once; many are taken by bands within a panel, which then stays in the
- * core's cache. */
+/* Put rows in order: for each ROWS of them (the last ones may be fewer) element 0 of each, element 1 of each... */
+static void order_rows(const struct job *job, float *ordered)
+{
+    for (size_t row = 0; row < job->m; row += ROWS) {
+        size_t rows = job->m - row < ROWS ? job->m - row : ROWS;
+        float *block = ordered + row * job->k;
+        for (size_t r = 0; r < rows; r++)
+            for (size_t j = 0; j < job->k; j++)
+                block[j * rows + r] = job->x[(row + r) * job->x_stride + j];
+    }
+}
+
+/* The panels of one thread. Of many rows, as many go through all panels as the core's second cache holds; a panel stays
+ * in its first one meanwhile. */
 static void run_share(const struct job *job, size_t begin, size_t end)
 {
-    if (job->m <= 6) {
-        bands[job->m](job, 0, begin, end);
+    if (!job->ordered) {
+        bands[job->m](job, begin, end);
         return;
     }
-    for (size_t panel = begin; panel < end; panel++) {
-        size_t row = 0;
-        for (; row + 6 <= job->m; row += 6)
-            band_6(job, row, panel, panel + 1);
-        if (row < job->m)
-            bands[job->m - row](job, row, panel, panel + 1);
+    size_t chunk = CACHED_BYTES / (job->k * sizeof(float)) / ROWS * ROWS;
+    chunk = chunk < ROWS ? ROWS : chunk;
+    for (size_t from = 0; from < job->m; from += chunk) {
+        size_t to = job->m - from < chunk ? job->m : from + chunk;
+        for (size_t panel = begin; panel < end; panel++)
+            for (size_t row = from; row < to; row += ROWS)
+                cells[to - row < ROWS ? to - row : ROWS](job, job->ordered + row * job->k, row, panel);
     }
 }
 
@@ -162,14 +193,25 @@ EXPORT void pdmm_threads(void *gomp_parallel, void *get_thread_num, void *get_nu
     thread_count = (int (*)(void))get_num_threads;
 }
 
-EXPORT void pdmm_linear(const float *x, size_t m, size_t x_stride, const uint16_t *packed, size_t n, size_t k,
-                        const float *bias, const float *residual, float *y, unsigned threads)
+/* Returns 0 if there was no memory. */
+EXPORT int pdmm_linear(const float *x, size_t m, size_t x_stride, const uint16_t *packed, size_t n, size_t k,
+                       const float *bias, const float *residual, float *y, unsigned threads)
 {
-    struct job job = {x, m, x_stride, packed, n, k, bias, residual, y};
+    float *ordered = NULL;
+    struct job job = {x, m, x_stride, packed, n, k, bias, residual, NULL, y};
+    if (m > ROWS) {
+        ordered = malloc(m * k * sizeof(float));
+        if (!ordered)
+            return 0;
+        order_rows(&job, ordered);
+        job.ordered = ordered;
+    }
     if (threads > 1 && parallel)
         parallel(share_of_thread, &job, threads, 0);
     else
         run_share(&job, 0, (n + PANEL - 1) / PANEL);
+    free(ordered);
+    return 1;
 }
 
 #else
@@ -184,11 +226,12 @@ EXPORT void pdmm_threads(void *gomp_parallel, void *get_thread_num, void *get_nu
     (void)gomp_parallel, (void)get_thread_num, (void)get_num_threads;
 }
 
-EXPORT void pdmm_linear(const float *x, size_t m, size_t x_stride, const uint16_t *packed, size_t n, size_t k,
-                        const float *bias, const float *residual, float *y, unsigned threads)
+EXPORT int pdmm_linear(const float *x, size_t m, size_t x_stride, const uint16_t *packed, size_t n, size_t k,
+                       const float *bias, const float *residual, float *y, unsigned threads)
 {
     (void)x, (void)m, (void)x_stride, (void)packed, (void)n, (void)k;
     (void)bias, (void)residual, (void)y, (void)threads;
+    return 0;
 }
 
 #endif
