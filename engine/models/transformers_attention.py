@@ -1,8 +1,8 @@
 """Attention that `transformers`' own modelling code calls, with K and V in a paged cache.
 
-The function that is registered with transformers keeps no state. Whoever runs a model passes a context as a keyword
-argument of the model's forward; the modelling code hands it on to each layer's attention call, where the context does
-the work: `PagedStep` in a step, others when a model is loaded.
+The function that is registered with transformers keeps no state. The attention modules of a model share a `Slot`,
+into which whoever runs the model puts a context for the time of one forward pass. The context answers each layer's
+call: `PagedStep` in a step, others when a model is loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ PAGED = "pdserve_paged"
 PROBED = "pdserve_probed"
 """The same, but each layer is handed a `MaskRule`."""
 
+_SLOT = "pdserve_slot"
 # What else modelling code passes that changes nothing here. `dropout` is for training; windows come from the masks.
 _HARMLESS = frozenset({"dropout", "sliding_window", "position_ids", "use_cache", "cache_position", "deterministic"})
 
@@ -56,11 +57,22 @@ class AttentionCall:
 
 
 class AttentionContext(Protocol):
-    """Passed to a model's forward as ``pdserve_context``."""
+    """Answers the attention calls of one forward pass."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """The output of a layer's attention: [1, T, heads, value_dim]."""
         ...
+
+
+class Slot:
+    """Where the attention modules of one model find the context of the running forward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Make all modules of `model` that know their layer look here."""
+        self.context: AttentionContext | None = None
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                setattr(module, _SLOT, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +127,15 @@ def _attention(
     *,
     scaling: float | None = None,
     softcap: float | None = None,
-    pdserve_context: AttentionContext | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    name = type(module).__name__
-    if pdserve_context is None:
-        raise UnsupportedModel(f"{name} is not handed what the model's forward is called with")
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise UnsupportedModel(f"{name} does not know which layer it belongs to")
+    layer, slot = getattr(module, "layer_idx", None), getattr(module, _SLOT, None)
+    if slot is None or not isinstance(layer, int):
+        raise UnsupportedModel(f"{type(module).__name__} does not know which layer it belongs to")
     changing = tuple(sorted(key for key, setting in options.items() if _matters(key, setting)))
     call = AttentionCall(layer, query, key, value, attention_mask, scaling, softcap, changing)
-    return pdserve_context.attend(call), None
+    assert slot.context is not None, "nobody runs this model"
+    return slot.context.attend(call), None
 
 
 def _matters(option: str, setting: object) -> bool:

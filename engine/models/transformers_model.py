@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +23,7 @@ from engine.kv_cache import PagedKvCache
 from engine.models.config import refuse_quantised
 from engine.models.network import KvShape
 from engine.models.packed_modules import pack_linears
-from engine.models.transformers_attention import PAGED, PROBED, AttentionContext, PagedStep, register
+from engine.models.transformers_attention import PAGED, PROBED, AttentionContext, PagedStep, Slot, register
 from engine.models.transformers_probe import Recorder, check_paging, probe_tokens
 from engine.step import StepInput, StepProgress
 from pdcore.errors import ConfigError, ModelError, UnsupportedModel
@@ -62,7 +62,8 @@ class TransformersModel:
         config = _checked_config(folder, raw)
         self.max_len = _checked_length(config, max_len)
         _refuse_length_dependent_rope(config, self.max_len, folder)
-        self._model = _load(folder, storage).to(compute)
+        self._model: Any = _load(folder, storage).to(compute)
+        self._slot = Slot(self._model)
         self.architecture = type(self._model).__name__
         self._keeps_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         try:
@@ -98,13 +99,13 @@ class TransformersModel:
     ) -> torch.Tensor:
         """Logits of `rows`."""
         wanted = {"logits_to_keep": rows} if self._keeps_rows else {}
-        output = self._model(
-            input_ids=token_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            pdserve_context=context,
-            **wanted,
-        )
+        self._slot.context = context
+        try:
+            output = self._model(
+                input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **wanted
+            )
+        finally:
+            self._slot.context = None
         logits: torch.Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
 
@@ -154,8 +155,8 @@ def transformers_digest(raw: dict[str, Any], fingerprint: str) -> str:
     return hashlib.sha256(f"{text}\n{fingerprint}".encode()).hexdigest()[:32]
 
 
-def _checked_config(folder: Path, raw: dict[str, Any]) -> PreTrainedConfig:
-    """The config as transformers understands it; refuses what can be told from it."""
+def _checked_config(folder: Path, raw: dict[str, Any]) -> Any:
+    """The `transformers.PreTrainedConfig` of a folder. Refuses what can be told from it."""
     refuse_quantised(raw, folder / "config.json")
     if raw.get("is_encoder_decoder"):
         raise UnsupportedModel(f"{folder}: encoder-decoder models are not supported")
@@ -169,7 +170,7 @@ def _checked_config(folder: Path, raw: dict[str, Any]) -> PreTrainedConfig:
         raise UnsupportedModel(f"{folder}: transformers has no causal language model of type {config.model_type!r}")
     if config.get_text_config() is not config:
         raise UnsupportedModel(f"{folder}: {config.model_type!r} is more than a text model, which is not supported")
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     named = raw.get("architectures") or [architecture.__name__]
     if architecture.__name__ not in named:
         raise UnsupportedModel(
@@ -183,14 +184,15 @@ def _checked_config(folder: Path, raw: dict[str, Any]) -> PreTrainedConfig:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if unknown:
         raise UnsupportedModel(f"{folder}: layers of type {', '.join(unknown)} are not supported")
-    if not architecture._supports_attention_backend:
+    # Not every model that goes through the interface says so.
+    if not (architecture._supports_attention_backend or architecture._can_set_attn_implementation()):
         raise UnsupportedModel(
             f"{folder}: the attention of {architecture.__name__} does not go through transformers' AttentionInterface"
         )
     return config
 
 
-def _checked_length(config: PreTrainedConfig, max_len: int | None) -> int:
+def _checked_length(config: Any, max_len: int | None) -> int:
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         if max_len is None:
@@ -201,7 +203,7 @@ def _checked_length(config: PreTrainedConfig, max_len: int | None) -> int:
     return max_len or limit
 
 
-def _refuse_length_dependent_rope(config: PreTrainedConfig, max_len: int, folder: Path) -> None:
+def _refuse_length_dependent_rope(config: Any, max_len: int, folder: Path) -> None:
     """KV is reused and moved, so that it may not depend on how long a sequence, or another in the batch, becomes.
 
     Dynamic scaling begins beyond the model's own limit, which `max_len` keeps.
@@ -216,10 +218,12 @@ def _refuse_length_dependent_rope(config: PreTrainedConfig, max_len: int, folder
             )
 
 
-def _load(folder: Path, storage: torch.dtype) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()
+def _load(folder: Path, storage: torch.dtype) -> Any:
+    """A `transformers.PreTrainedModel`."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    auto: Any = AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto.from_pretrained(
             folder, dtype=storage, attn_implementation=PAGED, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # whatever a model class runs into

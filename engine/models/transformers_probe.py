@@ -64,14 +64,18 @@ class Recorder:
         if not isinstance(mask, MaskRule):
             raise UnsupportedModel("its layers do not take their masks from transformers' masking functions")
         zero, keys = torch.zeros((), dtype=torch.int64), torch.arange(self._max_len)
-        counts = []
-        for query in {self._max_len - 1, self._max_len // 2}:
-            seen = mask.visible(zero, zero, torch.tensor(query), keys).expand(self._max_len)
-            count = int(seen.sum())
-            if not torch.equal(seen, (keys <= query) & (keys > query - count)):
-                raise UnsupportedModel("its queries do not see just the last positions, or the last few of them")
-            counts.append(count)
-        return None if max(counts) == self._max_len else max(counts)
+        last = self._max_len - 1
+        rows = {
+            query: mask.visible(zero, zero, torch.tensor(query), keys).expand(self._max_len)
+            for query in (last, max(last - 1, 0), last // 2)
+        }
+        window = int(rows[last].sum())
+        for query, seen in rows.items():
+            if not torch.equal(seen, (keys <= query) & (keys > query - window)):
+                raise UnsupportedModel(
+                    "its queries see other positions than all before them, or the last few of those"
+                )
+        return None if window == self._max_len else window
 
 
 def probe_tokens(max_len: int) -> list[torch.Tensor]:

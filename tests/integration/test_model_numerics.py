@@ -15,6 +15,8 @@ from tests.support.model_oracle import Oracle, greedy_equals, random_walk, runne
 from tests.support.steps import ManualDriver, ManualSequence, Part
 from tests.support.tiny_model import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
