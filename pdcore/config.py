@@ -32,6 +32,7 @@ KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
+MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 def convertible(source: str, target: str, allowed: str) -> bool:
@@ -94,6 +95,8 @@ class EngineConfig:
         threads: intra-op threads of the engine; 0 leaves torch's default.
         cpu_affinity: cores of the engine's threads; empty leaves them free.
         prefix_cache: whether full blocks are kept for prompts that begin alike, as long as memory is not wanted.
+        model_impl: ``native`` takes this project's implementation, ``transformers`` that library's modelling code
+            with this project's paged attention, ``auto`` the native one where there is one for the model.
     """
 
     model_path: str
@@ -107,10 +110,12 @@ class EngineConfig:
     cpu_affinity: tuple[int, ...] = ()
     prefix_cache: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    model_impl: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPE_BYTES, "engine.dtype", self.dtype, ", ".join(DTYPE_BYTES))
         _require(self.device in DEVICES, "engine.device", self.device, ", ".join(DEVICES))
+        _require(self.model_impl in MODEL_IMPLS, "engine.model_impl", self.model_impl, ", ".join(MODEL_IMPLS))
         _require(self.block_size in BLOCK_SIZES, "engine.block_size", self.block_size, str(BLOCK_SIZES))
         _require(self.num_blocks >= 1, "engine.num_blocks", self.num_blocks, "an integer >= 1")
         _require(self.threads >= 0, "engine.threads", self.threads, "an integer >= 0")

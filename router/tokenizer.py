@@ -27,6 +27,24 @@ THREADS = 2
 SLICE_CHARS = 64 << 10
 """Characters that a thread tokenises at once of a text that may be too long; about 0.1 s."""
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+# Settings of a generation_config.json that change what transformers would generate, and that nothing here does; with
+# the values at which they do nothing there.
+_NOT_HONOURED: dict[str, object] = {
+    "begin_suppress_tokens": [],
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": {},
+    "suppress_tokens": [],
+    "typical_p": 1.0,
+}
 T = TypeVar("T")
 
 
@@ -311,6 +329,9 @@ def _defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
         value = number(key, lambda value: least <= value <= 2**31 - 1)
         return None if value is None else int(value)
 
+    ignored = sorted(key for key, off in _NOT_HONOURED.items() if generation.get(key) not in (None, off))
+    if ignored:
+        logger.warning("generation_config.json: %s is not supported; ignored", ", ".join(ignored))
     # A publisher who says "do not sample" means greedy decoding, whatever temperature stands beside it.
     greedy = generation.get("do_sample") is False
     return GenerationDefaults(

@@ -243,7 +243,9 @@ async def _prompt_tokens(
 
 async def _chat_tokens(chat: generation_pb2.Chat, text_model: TextModel, limits: Limits) -> list[int]:
     if not text_model.has_chat_template:
-        raise InvalidRequest("chat", "this model has no chat template; use prompt or token_ids")
+        raise InvalidRequest(
+            "chat", "this model's tokenizer has no chat template; write the conversation into prompt or token_ids"
+        )
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must have at least one message")
     if len(chat.messages) > limits.context_tokens:  # each is one token at least

@@ -55,13 +55,12 @@ class DecodeKernel:
         block_size: int,
         num_blocks: int,
         window: int | None,
-        scale: float,
     ) -> None:
         """
         Args:
             tables: [sequences, width]; block ids. lengths: [sequences]; tokens in the cache, this step's included.
             group: query heads for each KV head. num_blocks: of each plane of the cache.
-            window: tokens that a query sees, its own included; None is all. scale: of the scores.
+            window: tokens that a query sees, its own included; None is all.
         """
         # Kept, for the structure holds their addresses only.
         self._tables = np.ascontiguousarray(tables, np.int32)
@@ -74,19 +73,24 @@ class DecodeKernel:
             block_size=block_size,
             window=window or 0,
             num_seqs=len(lengths),
-            scale=scale,
             plane=num_blocks * block_size,
             tables=self._tables.ctypes.data,
             table_width=self._tables.shape[1],
             lengths=self._lengths.ctypes.data,
         )
 
-    def __call__(self, layer: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+    @property
+    def num_seqs(self) -> int:
+        """Sequences, and rows of `q` and `out`."""
+        return len(self._lengths)
+
+    def __call__(self, layer: torch.Tensor, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         """One layer.
 
         Args:
             layer: its planes of the cache, contiguous, float32, bfloat16 or float16: K of each KV head, then V.
             q: float32 [sequences, heads * head_dim]; rows may lie apart. out: the same shape, contiguous; filled.
+            scale: factor of the scores.
         """
         assert q.stride(1) == 1, q.stride()
         assert out.is_contiguous()
@@ -95,7 +99,7 @@ class DecodeKernel:
         )
         call = self._call
         call.layer, call.type = layer.data_ptr(), _TYPES[layer.dtype]
-        call.q, call.q_stride, call.out = q.data_ptr(), q.stride(0), out.data_ptr()
+        call.q, call.q_stride, call.out, call.scale = q.data_ptr(), q.stride(0), out.data_ptr(), scale
         if not self._attend(ctypes.addressof(call), torch.get_num_threads()):
             raise MemoryError("no memory for the scores of one sequence")
 
@@ -110,7 +114,6 @@ def decode_kernel(
     block_size: int,
     num_blocks: int,
     window: int | None = None,
-    scale: float,
 ) -> DecodeKernel | None:
     """The kernel for these sequences, arguments as for `DecodeKernel`; None if there is none here for such heads."""
     library = engine_library()
@@ -126,5 +129,4 @@ def decode_kernel(
         block_size=block_size,
         num_blocks=num_blocks,
         window=window,
-        scale=scale,
     )

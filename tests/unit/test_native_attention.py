@@ -59,7 +59,6 @@ class Case:
             block_size=geometry.block_size,
             num_blocks=geometry.num_blocks + 1,
             window=window,
-            scale=geometry.head_dim**-0.5,
         )
         assert made is not None
         return made
@@ -67,7 +66,7 @@ class Case:
     def run(self, rows: slice = slice(None), window: int | None = None) -> torch.Tensor:
         q = self.q[rows]
         out = torch.empty(q.shape)
-        self.kernel(rows, window)(self.layer, q, out)
+        self.kernel(rows, window)(self.layer, q, out, self.geometry.head_dim**-0.5)
         return out
 
     def expected(self, window: int | None = None) -> torch.Tensor:
@@ -133,4 +132,4 @@ def test_a_nan_is_not_hidden() -> None:
 
 def test_no_kernel_for_heads_that_it_cannot_do() -> None:
     some = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-    assert decode_kernel(*some, kv_heads=1, group=1, head_dim=12, block_size=16, num_blocks=2, scale=1.0) is None
+    assert decode_kernel(*some, kv_heads=1, group=1, head_dim=12, block_size=16, num_blocks=2) is None

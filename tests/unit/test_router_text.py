@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -261,3 +262,24 @@ def test_generation_defaults(tmp_path: Path) -> None:
     model = TextModel.load(folder)
     assert model.defaults.temperature == 0.0
     assert model.end_token_ids == (257,)  # from config.json
+
+
+def test_generation_settings_that_are_not_honoured_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny_llama(tmp_path)
+    (folder / "generation_config.json").write_text('{"typical_p": 1.0, "num_beams": 1, "min_new_tokens": null}')
+    TextModel.load(folder).close()
+    assert not caplog.records
+    (folder / "generation_config.json").write_text('{"typical_p": 0.9, "suppress_tokens": [3], "num_beams": 1}')
+    TextModel.load(folder).close()
+    assert "suppress_tokens, typical_p is not supported; ignored" in caplog.text
+
+
+def test_templates_by_name(tmp_path: Path) -> None:
+    """Some tokenizers have several; the one called ``default`` is for chats. Without it there is none."""
+    folder = tiny_llama(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for name, has_template in (("default", True), ("rag", False)):
+        path.write_text(json.dumps({**config, "chat_template": [{"name": name, "template": "x"}]}))
+        assert TextModel.load(folder).has_chat_template is has_template
