@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from pdcore.config import SchedulerConfig
 from pdcore.errors import InvalidRequest
@@ -22,7 +23,7 @@ from tests.support.tiny_model import tiny_llama
 
 PROMPT = [(7 * i) % 250 + 1 for i in range(90)]
 EVERYTHING = Sampling(
-    max_tokens=300,
+    max_tokens=200,
     temperature=0.9,
     seed=11,
     ignore_eos=True,
@@ -50,17 +51,22 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def reference(model: Path) -> PreTrainedModel:
+    return load_reference(model)
+
+
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[Client]:
     with Client(cluster.address) as client:
         yield client
 
 
-def check(model: Path, answer: Completion, prompt: list[int]) -> None:
+def check(reference: PreTrainedModel, answer: Completion, prompt: list[int]) -> None:
     """Its log-probabilities are those that `transformers` gives prompt and output."""
     tokens = [*prompt, *answer.token_ids]
     with torch.inference_mode():
-        logprobs = torch.log_softmax(load_reference(model)(torch.tensor([tokens])).logits[0].float(), -1)
+        logprobs = torch.log_softmax(reference(torch.tensor([tokens])).logits[0].float(), -1)
     for found, first, top in ((answer.prompt_logprobs, 1, 2), (answer.logprobs, len(prompt), 3)):
         assert isinstance(found, Logprobs)
         count = len(prompt) - 1 if first == 1 else len(answer.token_ids)
@@ -75,19 +81,19 @@ def check(model: Path, answer: Completion, prompt: list[int]) -> None:
 
 
 def test_everything_through_both_pools_and_after_the_decode_workers_death(
-    cluster: LocalCluster, client: Client, model: Path
+    cluster: LocalCluster, client: Client, reference: PreTrainedModel
 ) -> None:
     first = client.complete(PROMPT, EVERYTHING)
     assert first.end.timeline.mode == "disaggregated"
-    assert first.end.usage.completion_tokens == 300
-    check(model, first, PROMPT)
+    assert first.end.usage.completion_tokens == 200
+    check(reference, first, PROMPT)
     alphabet = client.tokenize("A") + client.tokenize(" A")
     assert not set(first.token_ids) & {alphabet[0]}
     # The prompt is in both workers' prefix caches now, and is computed all the same, since it is to be scored.
     again = client.complete(PROMPT, EVERYTHING)
     assert (again.token_ids, again.end.usage.cached_tokens) == (first.token_ids, 0)
     assert again.end.timeline.mode == "disaggregated"
-    check(model, again, PROMPT)
+    check(reference, again, PROMPT)
 
     tokens: list[int] = []
     scored: list[int] = []
@@ -132,7 +138,7 @@ def kill_the_decoder(cluster: LocalCluster) -> None:
     cluster.workers[worker_id].kill()
 
 
-def test_short_prompts_and_single_tokens(client: Client, model: Path) -> None:
+def test_short_prompts_and_single_tokens(client: Client, reference: PreTrainedModel) -> None:
     one = client.complete([5], Sampling(max_tokens=1, temperature=0.0, logprobs=3, prompt_logprobs=2))
     assert one.prompt_logprobs is None  # nothing stands before its only token
     assert one.logprobs is not None
@@ -140,7 +146,7 @@ def test_short_prompts_and_single_tokens(client: Client, model: Path) -> None:
     two = client.complete(
         [5, 6], Sampling(max_tokens=2, temperature=0.0, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     )
-    check(model, two, [5, 6])
+    check(reference, two, [5, 6])
 
 
 def test_text_options(client: Client) -> None:

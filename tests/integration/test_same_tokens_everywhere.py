@@ -146,8 +146,9 @@ def test_the_options_have_an_effect(expected: dict[str, list[int]]) -> None:
     assert early == len(expected["no early stop"]) - 1 >= 10
 
 
-@pytest.mark.parametrize("order", ["as they are", "reversed", "shuffled"])
-@pytest.mark.parametrize(("budget", "chunk"), [(512, 512), (40, 17)])
+@pytest.mark.parametrize(
+    ("order", "budget", "chunk"), [("as they are", 512, 512), ("reversed", 40, 17), ("shuffled", 64, 48)]
+)
 def test_in_any_batch_and_order(
     runner: CpuModelRunner, expected: dict[str, list[int]], order: str, budget: int, chunk: int
 ) -> None:
@@ -201,7 +202,7 @@ def test_after_preemptions(model: Path, expected: dict[str, list[int]]) -> None:
     assert len(preempted) >= len(SPECS) - 1, preempted  # one kind may end before it grows
 
 
-@pytest.mark.parametrize("delivered", [1, 5, 9])
+@pytest.mark.parametrize("delivered", [1, 9])
 def test_after_a_replay(runner: CpuModelRunner, expected: dict[str, list[int]], delivered: int) -> None:
     """Delivered tokens count as output: penalties, bad words and min_tokens go on where they were."""
     again = [
