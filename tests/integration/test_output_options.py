@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pdcore.config import SchedulerConfig
+from engine.engine import Engine, SequenceKind
+from engine.loader import load_runner
+from pdcore.config import EngineConfig, SchedulerConfig
 from pdcore.errors import InvalidRequest
 from pdcore.logprobs import Logprobs
-from pdcore.types import Role
+from pdcore.types import RequestKey, RequestSpec, Role, SamplingParams
 from protos import admin_pb2, admin_pb2_grpc
 from router.client import Client, Completion, Sampling
 from tests.support.local_cluster import LocalCluster
@@ -62,6 +64,30 @@ def client(cluster: LocalCluster) -> Iterator[Client]:
         yield client
 
 
+def alone(model: Path, client: Client) -> tuple[int, ...]:
+    """The output of `EVERYTHING`, by one engine in this process that runs nothing else."""
+    config = EngineConfig(str(model), "tiny", dtype="float32", num_blocks=64, threads=1)
+    words = [client.tokenize(form) for word in EVERYTHING.bad_words for form in (word, f" {word}")]
+    params = SamplingParams(
+        200,
+        0.9,
+        seed=11,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        repetition_penalty=1.1,
+        logit_bias=tuple(EVERYTHING.logit_bias.items()),
+        bad_words=tuple(map(tuple, words)),
+    )
+    engine = Engine(load_runner(config), config)
+    engine.add(RequestSpec(RequestKey("alone", 0), tuple(PROMPT), params, token_window=200), SequenceKind.GENERATE)
+    tokens: list[int] = []
+    while engine.has_work():
+        plan = engine.schedule()
+        assert plan is not None
+        tokens += [token.token_id for token in engine.apply(plan, engine.execute(plan)).tokens]
+    return tuple(tokens)
+
+
 def check(reference: PreTrainedModel, answer: Completion, prompt: list[int]) -> None:
     """Its log-probabilities are those that `transformers` gives prompt and output."""
     tokens = [*prompt, *answer.token_ids]
@@ -81,12 +107,13 @@ def check(reference: PreTrainedModel, answer: Completion, prompt: list[int]) -> 
 
 
 def test_everything_through_both_pools_and_after_the_decode_workers_death(
-    cluster: LocalCluster, client: Client, reference: PreTrainedModel
+    cluster: LocalCluster, client: Client, model: Path, reference: PreTrainedModel
 ) -> None:
     first = client.complete(PROMPT, EVERYTHING)
     assert first.end.timeline.mode == "disaggregated"
     assert first.end.usage.completion_tokens == 200
     check(reference, first, PROMPT)
+    assert first.token_ids == alone(model, client)
     alphabet = client.tokenize("A") + client.tokenize(" A")
     assert not set(first.token_ids) & {alphabet[0]}
     # The prompt is in both workers' prefix caches now, and is computed all the same, since it is to be scored.
