@@ -54,7 +54,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 12),
         fraction=st.sampled_from([0.5, 1.0]),
         prefix_cache=st.sampled_from([True, True, True, False]),
-        swap_blocks=st.sampled_from([0, 3, 8, 40]),
+        swap_blocks=st.sampled_from([0, 5, 40]),
         preemption=st.sampled_from(["auto", "swap"]),
     )
     def build(
@@ -183,6 +183,28 @@ class EngineMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.copier.waiting) - 1))
         self.copier.finish(index, error=OSError("no memory") if fails else None)
 
+    @precondition(lambda self: self.plan is None and self.live)
+    @rule()
+    def steps_until_a_copy(self) -> None:
+        """Or until nothing can run."""
+        for _ in range(40):
+            if self.copier.waiting:
+                return
+            self.schedule()
+            if self.plan is None:
+                return
+            self.execute()
+            self.apply()
+            self.integrity()
+
+    @precondition(lambda self: any(not copy.cancelled for copy in self.copier.waiting))
+    @rule(data=st.data())
+    def abort_during_a_copy(self, data: st.DataObject) -> None:
+        copy = data.draw(st.sampled_from([copy for copy in self.copier.waiting if not copy.cancelled]))
+        assert self.engine.abort(copy.key)
+        del self.live[copy.key]
+        assert copy.cancelled
+
     # -- tickets -----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.tickets) < 4)
@@ -255,10 +277,15 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule(steps=st.integers(1, 16))
     def whole_steps(self, steps: int) -> None:
+        """Steps without a pause; a copy ends when nothing else can go on, so that more come to be under way."""
         for _ in range(steps):
             self.schedule()
             if self.plan is None:
-                return
+                if not self.copier.waiting:
+                    return
+                self.copier.finish()
+                self.integrity()
+                continue
             self.execute()
             self.apply()
             self.integrity()
