@@ -68,8 +68,9 @@ def _demand(sequence: Sequence) -> int:
 
 def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> SequenceView:
     phase = sequence.phase
+    copying = phase is SwapPhase.OUT or phase is SwapPhase.IN
     computed, hits, used, restores = sequence.num_computed, 0, 0, False
-    if sequence.num_blocks == 0 and not sequence.copying:
+    if sequence.num_blocks == 0 and not copying:
         if sequence.may_hit and (phase is None or sequence.exact):
             names = sequence.name_blocks(sequence.may_hit)
             hits = sequence.hits = blocks.cache.match(names, sequence.may_hit, sequence.hits)
@@ -89,7 +90,7 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
     if held and (pressure.short or stalled):
         shared = blocks.shared(owner)
         swap_blocks = _swap_blocks(sequence, blocks, shared, pressure)
-    elif sequence.copying:
+    elif copying:
         owner = Owner.swap(sequence.key)
         count = len(blocks.blocks_of(owner))
         if phase is SwapPhase.OUT:
@@ -113,7 +114,7 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
         swap_blocks=swap_blocks,
         stalled=stalled,
         preempted=sequence.preempted,
-        copying=sequence.copying,
+        copying=copying,
         leaving_blocks=leaving,
         restores=restores,
     )

@@ -158,6 +158,7 @@ class ThreadCopier:
                 if copy.error is not None and not isinstance(copy.error, CopyCancelled):
                     logger.error("request %s: a swap has failed", copy.key.request_id, exc_info=copy.error)
                 self._done(copy)
+                del copy  # or its host memory would be kept until the next one comes
         except BaseException as error:
             logger.exception("the swap thread has failed")
             self._on_crash(error)
