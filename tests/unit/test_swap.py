@@ -85,7 +85,7 @@ class TestAnAbsurdlySmallPool:
         assert (load.recomputed_tokens["preempt"] == 0) == (mode != "recompute")
         at_rest(engine)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(
         shapes=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 25), st.booleans()), min_size=2, max_size=6),
         num_blocks=st.integers(6, 9),
@@ -618,6 +618,7 @@ class TestTheThread:
         raise AssertionError(error)
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 40),
     start=st.integers(0, 39),
