@@ -177,6 +177,10 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         progress=load.progress,
         cached_blocks=load.cached_blocks,
         cached_tokens=load.cached_tokens,
+        swapped=load.swapped,
+        swaps_out=load.swaps_out,
+        swaps_in=load.swaps_in,
+        swap_used_bytes=load.swap_used_bytes,
     )
 
 
@@ -199,6 +203,10 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         progress=message.progress,
         cached_blocks=message.cached_blocks,
         cached_tokens=message.cached_tokens,
+        swapped=message.swapped,
+        swaps_out=message.swaps_out,
+        swaps_in=message.swaps_in,
+        swap_used_bytes=message.swap_used_bytes,
     )
 
 

@@ -664,6 +664,10 @@ class Load(google.protobuf.message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     TRANSFER_EVENTS_FIELD_NUMBER: builtins.int
+    SWAPPED_FIELD_NUMBER: builtins.int
+    SWAPS_OUT_FIELD_NUMBER: builtins.int
+    SWAPS_IN_FIELD_NUMBER: builtins.int
+    SWAP_USED_BYTES_FIELD_NUMBER: builtins.int
     step: builtins.int
     waiting: builtins.int
     running: builtins.int
@@ -682,6 +686,11 @@ class Load(google.protobuf.message.Message):
     """in the prefix cache, used or not"""
     cached_tokens: builtins.int
     """prompt tokens that were not computed because the prefix cache had them"""
+    swapped: builtins.int
+    """preempted sequences whose KV is in host memory, or on its way there or back"""
+    swaps_out: builtins.int
+    swaps_in: builtins.int
+    swap_used_bytes: builtins.int
     @property
     def recomputed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason: preempt, rebuild, replay"""
@@ -710,8 +719,12 @@ class Load(google.protobuf.message.Message):
         cached_blocks: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         transfer_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        swapped: builtins.int = ...,
+        swaps_out: builtins.int = ...,
+        swaps_in: builtins.int = ...,
+        swap_used_bytes: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "swap_used_bytes", b"swap_used_bytes", "swapped", b"swapped", "swaps_in", b"swaps_in", "swaps_out", b"swaps_out", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

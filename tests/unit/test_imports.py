@@ -35,7 +35,17 @@ CASES = [
     *[(f"pdcore.{name}", (*OURS, *WIRE, *SERVING, *HEAVY, "numpy")) for name in PDCORE],
     *[
         (f"engine.{name}", (*others("engine"), *WIRE, *SERVING, *HEAVY))
-        for name in ("sequence", "blocks", "scheduler", "step", "token_rules", "scoring")
+        for name in (
+            "sequence",
+            "blocks",
+            "scheduler",
+            "step",
+            "preemption",
+            "snapshot",
+            "swap",
+            "token_rules",
+            "scoring",
+        )
     ],
     *[
         (f"kv_transfer.{name}", (*others("kv_transfer"), *WIRE, *SERVING, *HEAVY))
