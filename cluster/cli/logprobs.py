@@ -20,14 +20,14 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def __call__(self, token_id: int) -> str:
-        """The token's text, quoted, so that blanks show; its number alone if the cluster does not answer."""
+        """The token's text, quoted, so that blanks show; its number if it has none or nobody answers."""
         if token_id not in self._known:
             try:
                 request = generation_pb2.DetokenizeRequest(token_ids=[token_id])
-                text = repr(self._stub.Detokenize(request, timeout=self._timeout_s).text)
+                text = self._stub.Detokenize(request, timeout=self._timeout_s).text
             except grpc.RpcError:
-                text = f"#{token_id}"
-            self._known[token_id] = text
+                text = ""
+            self._known[token_id] = repr(text) if text else f"#{token_id}"
         return self._known[token_id]
 
 
