@@ -259,11 +259,11 @@ class WorkerLoad:
     progress: int = 0
     cached_blocks: int = 0
     cached_tokens: int = 0
-    transfers: dict[str, int] = field(default_factory=dict)
     swapped: int = 0
     swaps_out: int = 0
     swaps_in: int = 0
     swap_used_bytes: int = 0
+    transfers: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
