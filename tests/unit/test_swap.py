@@ -15,7 +15,7 @@ from engine import swap as swap_module
 from engine.blocks import BlockManager, Owner
 from engine.engine import Engine, SequenceKind, TokenOut
 from engine.preemption import STALL_S
-from engine.sequence import Sequence
+from engine.sequence import Sequence as EngineSequence
 from engine.swap import Copy, CopyCancelled, HostKv, ThreadCopier
 from pdcore.clock import ManualClock
 from pdcore.config import EngineConfig
@@ -263,7 +263,7 @@ class TestTheWayThereAndBack:
         blocks.publish(mine, block_hashes(chain_root("m"), list(spec.prompt), 4), 2)
         blocks.share(other, taken[:2])
         for which, left in ((spec, 2), (scoring, 0)):
-            sequence = Sequence(which, GENERATE, block_size=4, now=0.0, root=chain_root("m"))
+            sequence = EngineSequence(which, GENERATE, block_size=4, now=0.0, root=chain_root("m"))
             assert swap_module.front_left_behind(sequence, blocks) == left
 
     def test_kv_of_a_lossy_codec_comes_back_as_it_was(self) -> None:
