@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,14 +10,16 @@ import numpy as np
 
 from engine.batch import Part, build_step
 from engine.blocks import BlockManager, Owner, OwnerKind
+from engine.displacement import kept_batch
 from engine.integrity import check_engine
 from engine.plan import Chunk, PrefillStats, StepPlan, StepResult, TokenOut
 from engine.prefix_cache import CacheEvents
-from engine.scheduler import ScheduleDecision, ticket_refusal
+from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_refusal
 from engine.scheduler import schedule as decide
 from engine.sequence import Sequence, SequenceKind, SequenceState
-from engine.snapshot import queued_prefill_tokens, take_snapshot
+from engine.snapshot import may_yield, queued_prefill_tokens, take_snapshot
 from engine.step import ModelRunner, StepOutput, StepProgress
+from engine.step_log import StepLog, StepRecord, by_class
 from engine.ticket import Reservation, Ticket
 from engine.validation import check_request
 from pdcore.clock import Clock, MonotonicClock
@@ -26,12 +27,10 @@ from pdcore.config import EngineConfig
 from pdcore.errors import InternalError, InvalidRequest, PdserveError, TicketError
 from pdcore.hashing import block_hashes, chain_root
 from pdcore.placement import run_rest_here
-from pdcore.types import KvGeometry, ModelInfo, RequestKey, RequestSpec, WorkerLoad
+from pdcore.queueing import QueueBook, Waiting
+from pdcore.types import KvGeometry, ModelInfo, PriorityClass, RequestKey, RequestSpec, WorkerLoad
 
 __all__ = ["Chunk", "Engine", "PrefillStats", "Reservation", "SequenceKind", "StepPlan", "StepResult", "TokenOut"]
-
-STEP_TIMES = 32
-"""Steps over which `WorkerLoad.step_ms` is the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class _InFlight:
     plan: StepPlan
     sampled: tuple[RequestKey, ...]  # in the order of the runner's output
     keys: frozenset[RequestKey]
-    started: float
+    record: StepRecord
 
 
 def _no_pressure(owner: str) -> None:
@@ -91,7 +90,9 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._step_id = 0
         self._steps_done = 0
-        self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
+        self._arrivals = 0
+        self._queue = QueueBook(config.scheduler.queue)
+        self._log = StepLog()
         self._preemptions = 0
         self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
         self._cached_tokens = 0
@@ -109,7 +110,7 @@ class Engine:
         sequence.name_blocks(sequence.may_hit)  # now, for it takes a while with a long prompt, and needs no lock
         with self.lock:
             self._check_new(spec.key)
-            self._sequences[spec.key] = sequence
+            self._enter(sequence)
 
     def abort(self, key: RequestKey) -> bool:
         """End a sequence, whatever its state; no token of it is reported any more.
@@ -167,8 +168,7 @@ class Engine:
         cached = self._blocks.cache.blocks(ticket.hashes, hits)
         fresh = self._blocks.blocks_for(num_tokens + 1) - hits
         idle = hits - self._blocks.used(cached)
-        snapshot = take_snapshot(self._sequences, self._tickets, self._blocks)
-        if ticket_refusal(snapshot, fresh, self._max_reserved, idle) is not None:
+        if ticket_refusal(self._snapshot(), fresh, self._max_reserved, idle) is not None:
             return None
         for sequence in self._sequences.values():
             if sequence.num_blocks == 0 and sequence.credit > 0:
@@ -209,7 +209,7 @@ class Engine:
             sequence.take_blocks(blocks)
             self._blocks.transfer(Owner.ticket(owner), Owner.sequence(spec.key))
             del self._tickets[owner]
-            self._sequences[spec.key] = sequence
+            self._enter(sequence)
             self._publish(sequence)
             index = sequence.generated
             finish = sequence.append(first_token)
@@ -256,9 +256,15 @@ class Engine:
         with self.lock:
             assert self._in_flight is None, "the previous step has not been applied"
             started = self._clock.now()
-            decision = decide(take_snapshot(self._sequences, self._tickets, self._blocks), self._scheduler_config)
+            decision = decide(self._snapshot(), self._scheduler_config)
             plan = self._apply_decision(decision, started)
-        for owner in decision.revoke:
+            revoke = decision.revoke
+            # All that ran has given way: who it was for can run at once.
+            if plan is None and decision.preempt:
+                decision = decide(self._snapshot(), self._scheduler_config)
+                plan = self._apply_decision(decision, started)
+                revoke += decision.revoke
+        for owner in revoke:
             self._on_pressure(owner)
         return plan
 
@@ -295,6 +301,7 @@ class Engine:
                     self._publish(sequence)
                 if token is None:
                     continue
+                self._queue.generated(sequence.spec.tenant, 1)
                 index = sequence.generated
                 if index == sequence.num_known - sequence.num_prompt:
                     prefilled.append(PrefillStats.of(sequence, now))
@@ -303,7 +310,7 @@ class Engine:
                 if sequence.state is SequenceState.FINISHED:
                     self._leave(sequence)
             if plan.chunks:
-                self._step_times.append(now - flight.started)
+                self._log.end(flight.record, 1e3 * (now - flight.record.started))
             return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled))
 
     def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
@@ -327,6 +334,7 @@ class Engine:
         with self.lock:
             with_credit = [sequence for sequence in self._sequences.values() if sequence.credit > 0]
             waiting = sum(sequence.state is SequenceState.WAITING for sequence in with_credit)
+            yielding = self._yielding()
             return WorkerLoad(
                 step=self._steps_done,
                 waiting=waiting,
@@ -340,10 +348,18 @@ class Engine:
                 open_sends=len(self._blocks.owners(OwnerKind.SEND)),
                 preemptions=self._preemptions,
                 recomputed_tokens=dict(self._recomputed),
-                step_ms=1e3 * sum(self._step_times) / len(self._step_times) if self._step_times else 0.0,
+                step_ms=self._log.mean_ms,
                 cached_blocks=self._blocks.cached,
                 cached_tokens=self._cached_tokens,
+                step_time=self._log.step_time,
+                yielding_requests=len(yielding),
+                yielding_blocks=sum(s.num_blocks - self._blocks.shared(Owner.sequence(s.key)) for s in yielding),
             )
+
+    def last_steps(self, count: int) -> tuple[StepRecord, ...]:
+        """Records of the last `count` steps at most, the oldest first."""
+        with self.lock:
+            return self._log.last(count)
 
     def drain_cache_events(self) -> CacheEvents:
         """What came into the prefix cache and left it since the last call; see `CacheEvents`."""
@@ -374,6 +390,29 @@ class Engine:
         root = self._root(spec) if self._prefix_cache else None
         return Sequence(spec, kind, block_size=self._block_size, now=self._clock.now(), root=root)
 
+    def _enter(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._sequences[sequence.key] = sequence
+
+    def _snapshot(self) -> SchedulerSnapshot:
+        return take_snapshot(
+            self._sequences,
+            self._tickets,
+            self._blocks,
+            self._queue,
+            step_time=self._log.step_time,
+            max_num_seqs=self._scheduler_config.max_num_seqs,
+        )
+
+    def _yielding(self) -> list[Sequence]:
+        """Running batch sequences that would give way to interactive requests."""
+        config = self._scheduler_config
+        if config.queue.policy != "priority":
+            return []
+        batch = [s for s in self._sequences.values() if s.num_blocks and s.spec.priority is PriorityClass.BATCH]
+        return [sequence for sequence in batch[kept_batch(config) :] if may_yield(sequence)]
+
     def _root(self, spec: RequestSpec) -> bytes:
         return chain_root(self.geometry.model_digest, salt=spec.cache_salt)
 
@@ -397,6 +436,7 @@ class Engine:
             self._sequences[passed.key].skipped += passed.times
         if not decision.chunks and not self._echoes:
             return None
+        record = self._record(decision, now)
 
         # All of it before anything is allocated: what the decision counts on must not be evicted by its own steps.
         for key in decision.admitted:
@@ -415,11 +455,34 @@ class Engine:
             sequence.start(now, self._step_id)
             chunks.append(Chunk(key, start, end, start < sequence.num_known, block_ids))
             parts.append(Part(sequence, num_tokens))
+        self._book_admissions(decision.admitted)
         step_input = build_step(self._step_id, parts, self._block_size)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
-        self._in_flight = _InFlight(plan, sampled, frozenset(chunk.key for chunk in chunks), now)
+        self._in_flight = _InFlight(plan, sampled, frozenset(chunk.key for chunk in chunks), record)
         return plan
+
+    def _record(self, decision: ScheduleDecision, now: float) -> StepRecord:
+        waiting = [s.spec.priority for s in self._sequences.values() if s.num_blocks == 0]
+        return self._log.begin(
+            self._step_id + 1,
+            now,
+            decision,
+            free_blocks=self._blocks.free,
+            running=len(self._sequences) - len(waiting),
+            waiting=by_class(waiting),
+        )
+
+    def _book_admissions(self, admitted: tuple[RequestKey, ...]) -> None:
+        """Tell the queue who has left it; their blocks are theirs, and they are counted in the step."""
+        if not admitted:
+            return
+        stay = [s.spec.priority for s in self._sequences.values() if s.num_blocks == 0]
+        for key in admitted:
+            sequence = self._sequences[key]
+            spec, again = sequence.spec, sequence.chunks > 1
+            entry = Waiting(sequence.arrival, sequence.remaining, spec.tenant, spec.priority, again)
+            self._queue.started(entry, stay)
 
     def _land(self, plan: StepPlan) -> _InFlight:
         """The forward pass of `plan` has ended: nothing writes its blocks any more."""

@@ -11,30 +11,32 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
    revoked and the decode sits out until their blocks are back; without tickets, the youngest running sequence that
    is younger is preempted, and the next, until a block comes free (shared ones do not); if there is none younger, it
    sits out while older ones run; if it is the only one that could run, the youngest paused one is preempted.
-4. *Admission* is in order of arrival, all blocks at once, and leaves a block of growth to every running sequence.
+4. *Admission* is in the order of the queue's policy (`pdcore.queueing`), all blocks at once, and leaves a block of
+   growth to every running sequence.
    Blocks that the prefix cache has of a sequence are taken from it: they cost memory only if nobody uses them.
    One that does not fit is passed over by younger ones, and by tickets, at most `MAX_PASSED_OVER` times: then
    nothing more is admitted and no ticket granted before it is. Nothing is admitted in a step in which a decode lacks
    memory.
-5. *The prefill budget* is what the decodes leave. One part in `OLDEST_SHARE` of it goes to the oldest prefill, the
-   rest to the one with the fewest tokens left, then the next. So a long prompt does not block short ones, prompts of
-   equal length are served in order, and the oldest always moves on; hence every prefill ends.
+   Before anything else running batch requests give way to interactive ones that wait, if the policy is `priority`
+   (`engine.displacement`).
+5. *The prefill budget* is what the decodes leave, in tokens and in time, and is shared out so that a long prompt does
+   not block short ones and every prompt ends (`engine.budget`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.budget import Prefill, PrefillPlaces, prefill_budget, split_prefill_budget
+from engine.displacement import displace
 from pdcore.config import SchedulerConfig
-from pdcore.types import RequestKey
+from pdcore.queueing import QueueState, Waiting, service_order
+from pdcore.step_time import StepShape, StepTime
+from pdcore.types import PriorityClass, RequestKey
 
 MAX_PASSED_OVER = 16
 """Requests that may get blocks ahead of an older one that does not fit."""
-
-OLDEST_SHARE = 4
-"""The oldest prefill is sure of one part in this many of the prefill budget."""
 
 
 class SequenceView(NamedTuple):
@@ -53,6 +55,8 @@ class SequenceView(NamedTuple):
         cached_blocks: of `admit_blocks`, those that the prefix cache has. used_blocks: of those, used by others too.
         shared_blocks: of `blocks`, those that would not come free with it, since others hold them; exact if memory
             is so short that it matters in this step, else perhaps 0.
+        arrival, tenant, priority: as in `Waiting`. again: it had blocks before, and lost them.
+        yields: it gives way to interactive requests, if the policy is `priority`.
     """
 
     key: RequestKey
@@ -68,6 +72,16 @@ class SequenceView(NamedTuple):
     cached_blocks: int = 0
     used_blocks: int = 0
     shared_blocks: int = 0
+    arrival: int = 0
+    tenant: str = ""
+    priority: PriorityClass = PriorityClass.STANDARD
+    again: bool = False
+    yields: bool = False
+
+    @property
+    def waiting(self) -> Waiting:
+        """It as the queue's policy sees it."""
+        return Waiting(self.arrival, self.known - self.computed, self.tenant, self.priority, self.again)
 
     @property
     def admit_cost(self) -> int:
@@ -96,13 +110,17 @@ class TicketView(NamedTuple):
 class SchedulerSnapshot:
     """All that a decision depends on. `sequences` and `tickets` are ordered oldest first.
 
-    `free_blocks`: blocks that nobody uses, those that the prefix cache would give up among them.
+    Attributes:
+        free_blocks: blocks that nobody uses, those that the prefix cache would give up among them.
+        queue: what the queue's policy knows. step_time: what steps take.
     """
 
     sequences: tuple[SequenceView, ...]
     tickets: tuple[TicketView, ...]
     free_blocks: int
     block_size: int
+    queue: QueueState = field(default_factory=QueueState)
+    step_time: StepTime = field(default_factory=StepTime)
 
 
 class ScheduledChunk(NamedTuple):
@@ -135,6 +153,8 @@ class ScheduleDecision:
         passed_over: sequences to be compensated later.
         revoke: tickets whose revocation is to be asked for, in this order.
         sitting_out: decodes left out for lack of a block.
+        bound_by: what kept prompts from getting more: ``memory``, ``itl`` (`target_itl_ms`), ``tokens`` (the token
+            budget), ``seqs`` (`max_num_seqs`); empty if each that could get tokens had all it may have in a step.
     """
 
     preempt: tuple[RequestKey, ...] = ()
@@ -143,6 +163,7 @@ class ScheduleDecision:
     passed_over: tuple[PassedOver, ...] = ()
     revoke: tuple[str, ...] = ()
     sitting_out: tuple[RequestKey, ...] = ()
+    bound_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,21 +178,29 @@ class _Turn:
     free_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Admission:
-    """Waiting sequences that fit, and how often each that did not is passed over by each of them."""
+    """Waiting sequences that fit, and how often each that did not is passed over by each of them.
+
+    `no_place`: others wait that there is no place in the step for.
+    """
 
     candidates: list[SequenceView]
     passed_over_by: dict[RequestKey, list[RequestKey]]
+    no_place: bool = False
 
 
 def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDecision:
     """Decide one step. See the module for the rules."""
-    turn = _take_turns(snapshot, config)
-    budget = config.max_num_batched_tokens - len(turn.singles)
-    admission = _admit(snapshot, config, turn, budget)
-    prefills = turn.prefills + admission.candidates
-    shares = split_prefill_budget([v.known - v.computed for v in prefills], budget, config.prefill_chunk_tokens)
+    displaced = displace(snapshot, config)
+    turn = _take_turns(snapshot, config, displaced)
+    most = config.max_num_batched_tokens - len(turn.singles)
+    admission = _admit(snapshot, config, turn, most)
+    prefills = sorted(turn.prefills + admission.candidates, key=lambda view: view.arrival)
+    rows = [_prefill(view, snapshot, config) for view in prefills]
+    decodes = StepShape(len(turn.singles), sum(chunk.start + 1 for chunk in turn.singles))
+    budget = prefill_budget(decodes, rows, most, snapshot.step_time, config)
+    shares = split_prefill_budget(rows, budget, config)
 
     chunks = list(turn.singles)
     longer: list[ScheduledChunk] = []
@@ -198,11 +227,26 @@ def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDe
         passed_over=tuple(entry for entry in passed_over if entry.times),
         revoke=tuple(turn.revoke),
         sitting_out=tuple(turn.sitting_out),
+        bound_by=_bound_by(turn, admission, sum(shares), budget, most),
     )
 
 
-def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> _Turn:
-    """Choose among the sequences that hold blocks and find memory for those that grow (rules 1 to 3)."""
+def _bound_by(turn: _Turn, admission: _Admission, given: int, budget: int, most: int) -> str:
+    """See `ScheduleDecision`."""
+    if turn.preempted or turn.sitting_out or admission.passed_over_by:
+        return "memory"
+    if given and given == most:
+        return "tokens"
+    if given and budget < most and given == budget:
+        return "itl"
+    return "seqs" if admission.no_place else ""
+
+
+def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig, displaced: list[SequenceView]) -> _Turn:
+    """Choose among the sequences that hold blocks and find memory for those that grow (rules 1 to 3).
+
+    `displaced` are preempted whatever else is.
+    """
     block_size = snapshot.block_size
     ready = [view for view in snapshot.sequences if view.blocks and view.has_credit]
     turns = ready
@@ -211,10 +255,10 @@ def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> _Turn:
 
     singles: dict[RequestKey, ScheduledChunk] = {}
     prefills: dict[RequestKey, SequenceView] = {}
-    preempted: dict[RequestKey, None] = {}
+    preempted: dict[RequestKey, None] = dict.fromkeys(view.key for view in displaced)
     revoke: list[str] = []
     sitting_out: list[RequestKey] = []
-    free = snapshot.free_blocks
+    free = snapshot.free_blocks + sum(view.blocks - view.shared_blocks for view in displaced)
     returning = sum(ticket.blocks for ticket in snapshot.tickets if ticket.revoking)
     revocable = [ticket for ticket in snapshot.tickets if not ticket.revoking]
     for view in turns:
@@ -274,18 +318,25 @@ def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, turn: _Turn, bu
     # Memory is short: who came in now would be the next to be thrown out.
     if turn.preempted or turn.sitting_out:
         return admission
-    waiting = [view for view in snapshot.sequences if not view.blocks and view.has_credit]
-    if not waiting:
+    arrived = [view for view in snapshot.sequences if not view.blocks and view.has_credit]
+    if not arrived:
         return admission
+    order = service_order([view.waiting for view in arrived], config.queue, snapshot.queue)
+    partial = PrefillPlaces((view.known - view.computed for view in turn.prefills), config)
 
     places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
     growers = sum(view.may_grow for view in snapshot.sequences)
     free = turn.free_blocks
     allowance = MAX_PASSED_OVER
-    for view in waiting:
+    for view in (arrived[i] for i in order):
         # Each candidate is good for at least one token of budget and a place in the step.
         if len(admission.candidates) >= min(places, budget):
+            admission.no_place = places <= budget
             break
+        # Long, and enough of those are being computed: it holds nobody up, and nobody goes ahead that it waits for.
+        missing = view.known - view.computed
+        if partial.needed(missing) and not partial.take(missing):
+            continue
         # Does not fit: look behind it, unless it has been passed over often enough.
         if view.admit_cost + growers > free:
             allowance = min(allowance, MAX_PASSED_OVER - view.passed_over)
@@ -306,28 +357,14 @@ def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, turn: _Turn, bu
     return admission
 
 
-def split_prefill_budget(remaining: Sequence[int], budget: int, chunk_tokens: int) -> list[int]:
-    """Share `budget` tokens among prefills (rule 5).
-
-    Args:
-        remaining: tokens that each one lacks (>= 1), the oldest prefill first.
-        budget: tokens for all. chunk_tokens: for one at most.
-
-    Returns:
-        Tokens for each, in the same order; their sum is the budget, unless less is wanted.
-    """
-    wanted = [min(tokens, chunk_tokens) for tokens in remaining]
-    if sum(wanted) <= budget:
-        return wanted
-    shares = [0] * len(wanted)
-    shares[0] = min(wanted[0], budget, max(1, budget // OLDEST_SHARE))
-    left = budget - shares[0]
-    # The one that is nearest to its end first; the older first among equals.
-    for i in sorted(range(len(wanted)), key=lambda i: remaining[i]):
-        more = min(wanted[i] - shares[i], left)
-        shares[i] += more
-        left -= more
-    return shares
+def _prefill(view: SequenceView, snapshot: SchedulerSnapshot, config: SchedulerConfig) -> Prefill:
+    """A sequence as the budget sees it. Its rank is by class or tenant, if the queue's policy goes by these."""
+    rank = 0.0
+    if config.queue.policy == "priority":
+        rank = float(view.priority)
+    elif config.queue.policy == "fair":
+        rank = snapshot.queue.counters.get(view.tenant, 0.0)
+    return Prefill(view.known - view.computed, view.computed, view.blocks > 0, rank, view.priority)
 
 
 def ticket_refusal(
