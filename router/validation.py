@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pdcore.config import CODEC_CHOICES, CODECS
 from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
-from pdcore.types import SamplingParams
+from pdcore.types import PriorityClass, SamplingParams
 from protos import generation_pb2
-from router.admission import PriorityClass
 from router.tokenizer import GenerationDefaults, TextModel
 
 MAX_ID_CHARS = 128

@@ -9,7 +9,7 @@ import pytest
 
 from pdcore.errors import InvalidRequest, UnknownModel
 from protos import generation_pb2
-from router.admission import PriorityClass
+from pdcore.types import PriorityClass
 from router.client import Sampling, build_request
 from router.tokenizer import SLICE_CHARS, TextModel
 from router.validation import GenerationRequest, Limits, tokenize_input, validate
