@@ -110,9 +110,7 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def offer(
-        self, request_id: str, priority: PriorityClass, *, tokens: int = 0, tenant: str = ""
-    ) -> Queued | Shed:
+    def offer(self, request_id: str, priority: PriorityClass, *, tokens: int = 0, tenant: str = "") -> Queued | Shed:
         """A new request. It waits, or is shed if the queue is full."""
         if len(self._entries) >= self.max_queue:
             return Shed(self.retry_after_s())
