@@ -24,7 +24,18 @@ WIRE = ("grpc", "google.protobuf")
 SERVING = ("ray", "pydantic", "typer")
 HEAVY = ("torch", "transformers", "triton")
 
-PDCORE = ("clock", "config", "config_json", "costs", "errors", "faults", "types")
+PDCORE = (
+    "clock",
+    "config",
+    "config_json",
+    "costs",
+    "errors",
+    "faults",
+    "objective",
+    "queueing",
+    "step_time",
+    "types",
+)
 
 
 def others(*allowed: str) -> tuple[str, ...]:
@@ -35,7 +46,7 @@ CASES = [
     *[(f"pdcore.{name}", (*OURS, *WIRE, *SERVING, *HEAVY, "numpy")) for name in PDCORE],
     *[
         (f"engine.{name}", (*others("engine"), *WIRE, *SERVING, *HEAVY))
-        for name in ("sequence", "blocks", "scheduler", "step")
+        for name in ("sequence", "blocks", "scheduler", "step", "budget", "displacement", "step_log")
     ],
     *[
         (f"kv_transfer.{name}", (*others("kv_transfer"), *WIRE, *SERVING, *HEAVY))
@@ -58,6 +69,7 @@ CASES = [
     # The shells bring Ray, and torch only once an actor is made: the driver stays small.
     ("prefill_worker.actor", (*others("prefill_worker", "worker"), *HEAVY)),
     ("decode_worker.actor", (*others("decode_worker", "worker"), *HEAVY)),
+    ("cluster.memory", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.cores", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.config", (*others("cluster"), *WIRE, "ray", "typer", *HEAVY)),
     ("cluster.membership", (*others("cluster", "worker", "protos"), *SERVING, *HEAVY)),
