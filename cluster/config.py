@@ -337,7 +337,7 @@ class ClusterConfig(Section):
         objective = data.get("objective", "balanced") if isinstance(data, dict) else None
         if not isinstance(objective, str) or objective not in SCHEDULER_DEFAULTS:
             return data  # the fields' own checks say what is wrong
-        data = dict(data)
+        data = _tuples(data)
         for name in ("prefill", "decode", "aggregated"):
             pool = _as_mapping(data.get(name, {}))
             if pool is None:
@@ -551,6 +551,13 @@ class ClusterConfig(Section):
             role = next(role for role in shares if shares[role])
             allowed = f"fractions that add up to less than 1 over all workers of the machine (now {total:g})"
             raise ConfigError(f"{role}.kv_memory", self.pool(role).kv_memory, allowed)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, throughout: what was JSON is checked as Python's values from here on."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _as_mapping(value: Any) -> Mapping[str, Any] | None:

@@ -12,22 +12,25 @@ The fit is a least-squares one of *relative* errors, so that decodes of 20 ms co
 with coefficients that are never negative. Samples are kept by size, in powers of two of their tokens, and only those
 of the same size make each other fade: a long stretch of decodes does not make the model forget what a prompt costs. A
 sample far off is taken as far as it is plausible, so one stall of the machine changes little, and a machine that
-stays slow is believed after a dozen steps.
+stays slow is believed after some two dozen steps of each size.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
-FADE = 1 / 16
+FADE = 1 / 8
 """Weight of a new sample among those of its size."""
 ERROR_FADE = 1 / 32
 """Weight of a new step in the mean error."""
-FENCE = 4.0
-"""A sample counts as at most so many typical errors away from what was expected of it."""
+RECENT = 5
+FENCE = 0.5
+"""How much slower or faster than expected a step was counts up to this far from the median of the last few of its
+size."""
 MIN_STEPS = 4
 """Steps before anything is predicted."""
 REACH = 2
@@ -81,17 +84,31 @@ class StepTime:
 
 @dataclass(slots=True)
 class _Samples:
-    """Faded sums over steps of one size: of x x^T (upper triangle) and of x y."""
+    """Faded sums over steps of one size: of x x^T (upper triangle) and of x y; and how the last ones compared to what
+    was expected of them."""
 
     xx: list[float] = field(default_factory=lambda: [0.0] * 6)
     xy: list[float] = field(default_factory=lambda: [0.0] * 3)
+    ratios: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def add(self, x: Row, y: float, fade: float) -> None:
-        keep = 1.0 - fade
-        a, b, c = x
-        products = (a * a, a * b, a * c, b * b, b * c, c * c)
-        self.xx = [keep * old + new for old, new in zip(self.xx, products, strict=True)]
-        self.xy = [keep * old + value * y for old, value in zip(self.xy, x, strict=True)]
+    def plausible(self, ms: float, expected: float) -> float:
+        """The time as far as it is believed. One stall moves little, times that are all off are believed."""
+        self.ratios.append(ms / expected)
+        usual = expected * sorted(self.ratios)[len(self.ratios) // 2]
+        return min(max(ms, usual * (1 - FENCE)), usual * (1 + FENCE))
+
+    def add(self, shape: StepShape, ms: float) -> None:
+        tokens, attended = shape
+        products = (1.0, tokens, attended, tokens * tokens, tokens * attended, attended * attended)
+        self.xx = [(1.0 - FADE) * old + new for old, new in zip(self.xx, products, strict=True)]
+        self.xy = [
+            (1.0 - FADE) * old + new for old, new in zip(self.xy, (ms, tokens * ms, attended * ms), strict=True)
+        ]
+
+    @property
+    def weight(self) -> float:
+        """By which squares of these times become squares of relative errors, about: one over their mean, squared."""
+        return (self.xx[0] / self.xy[0]) ** 2
 
 
 class StepTimeModel:
@@ -100,7 +117,6 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._sizes: dict[int, _Samples] = {}
         self._fitted = StepTime()
-        self._spread = 0.1  # typical relative error
 
     @property
     def fitted(self) -> StepTime:
@@ -113,22 +129,16 @@ class StepTimeModel:
             return
         before = self._fitted
         error = before.error
-        expected = ms
+        samples = self._sizes.setdefault(shape.tokens.bit_length(), _Samples())
         if before.known:
             expected = max(before.predict_ms(shape), 1e-6)
-            off = abs(ms - expected) / expected
-            error += ERROR_FADE * (off - error)
-            fence = FENCE * self._spread
-            ms = min(max(ms, expected * (1 - fence)), expected * (1 + fence))
-            # A single stall moves it a little, steps that are all off move it soon.
-            self._spread = max(0.02, self._spread + FADE * (min(off, 2 * fence) - self._spread))
-        size = shape.tokens.bit_length()
-        samples = self._sizes.setdefault(size, _Samples())
-        scale = 1.0 / expected
-        samples.add((scale, shape.tokens * scale, shape.attended * scale), ms * scale, FADE)
+            error += ERROR_FADE * (abs(ms - expected) / expected - error)
+            ms = samples.plausible(ms, expected)
+        samples.add(shape, ms)
+        weighted = [(samples.weight, samples) for samples in self._sizes.values()]
         base, token, attended = fit(
-            [sum(column) for column in zip(*(s.xx for s in self._sizes.values()), strict=True)],
-            [sum(column) for column in zip(*(s.xy for s in self._sizes.values()), strict=True)],
+            [sum(weight * samples.xx[i] for weight, samples in weighted) for i in range(6)],
+            [sum(weight * samples.xy[i] for weight, samples in weighted) for i in range(3)],
         )
         largest = max(before.largest, shape.tokens)
         self._fitted = StepTime(base, token, attended, error, before.steps + 1, largest)

@@ -63,7 +63,7 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"objective": "speed"}, "objective", "speed", "'latency', 'balanced' or 'throughput'"),
         ({"queue.policy": "prioritie"}, "queue.policy", "prioritie", "did you mean priority?"),
         ({"queue.batch_share": 0.7}, "queue.batch_share", 0.7, "less than or equal to 0.5"),
-        ({"queue.tenant_weights.acme": 0}, "queue.tenant_weights.acme", 0, "greater than 0"),
+        ({"queue.tenant_weights.acme": 0}, "queue.tenant_weights", 0, "greater than 0"),
         ({"decode.scheduler.target_itl_ms": -1}, "decode.scheduler.target_itl_ms", -1, "greater than or equal to 0"),
         ({"name": "a b"}, "name", "a b", "match pattern"),
         ({"prefill": 3}, "prefill", 3, "a mapping of keys"),

@@ -73,7 +73,7 @@ def test_a_stall_of_the_machine_changes_little() -> None:
 def test_a_machine_that_stays_slow_is_believed() -> None:
     rng = random.Random(4)
     model = learned([(shape, TRUTH.predict_ms(shape) * rng.uniform(0.9, 1.1)) for shape in shapes(rng, 200)])
-    for shape in shapes(rng, 150):
+    for shape in shapes(rng, 600):
         model.observe(shape, 5 * TRUTH.predict_ms(shape))
     for shape in shapes(rng, 50):
         assert model.fitted.predict_ms(shape) == pytest.approx(5 * TRUTH.predict_ms(shape), rel=0.2)
