@@ -166,11 +166,11 @@ class WorkerClient:
             raise Unavailable(self.problem)
         try:
             request = worker_pb2.GetStepsRequest(count=count)
-            return await worker_pb2_grpc.WorkerStub(self._channel).GetSteps(
-                request, timeout=self._timing.dead_after_s
-            )
+            stub = worker_pb2_grpc.WorkerStub(self._channel)
+            reply: worker_pb2.GetStepsReply = await stub.GetSteps(request, timeout=self._timing.dead_after_s)
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"{error.code().name}: {error.details()}") from error
+        return reply
 
     # -- the life of sessions ------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from engine.engine import Engine, SequenceKind, StepResult, TokenOut
 from pdcore.clock import Clock, ManualClock
 from pdcore.config import EngineConfig, SchedulerConfig
-from pdcore.types import RequestKey, RequestSpec, SamplingParams
+from pdcore.types import PriorityClass, RequestKey, RequestSpec, SamplingParams
 from tests.support.fake_runner import FakeRunner
 
 
@@ -23,14 +23,15 @@ def make_engine(
     local_prefill_tokens: int = 64,
     on_pressure: Callable[[str], None] | None = None,
     clock: Clock | None = None,
+    **scheduler: object,
 ) -> Engine:
-    """An engine with these scheduler limits, on a clock that stands still."""
+    """An engine with these scheduler limits (`scheduler`: more of them), on a clock that stands still."""
     config = EngineConfig(
         "fake",
         "fake",
         max_model_len=max_model_len,
         prefix_cache=prefix_cache,
-        scheduler=SchedulerConfig(budget, max_num_seqs, chunk, local_prefill_tokens),
+        scheduler=SchedulerConfig(budget, max_num_seqs, chunk, local_prefill_tokens, **scheduler),  # type: ignore[arg-type]
     )
     pressure = on_pressure or (lambda owner: None)
     return Engine(runner, config, clock or ManualClock(), pressure, max_reserved_fraction)
@@ -52,6 +53,8 @@ def request(
     min_p: float = 0.0,
     vocab_size: int = 256,
     salt: str = "",
+    tenant: str = "",
+    priority: PriorityClass = PriorityClass.STANDARD,
 ) -> RequestSpec:
     """A request; a number as the prompt stands for that many tokens that depend on the name."""
     if isinstance(prompt, int):
@@ -60,7 +63,9 @@ def request(
     params = SamplingParams(
         max_tokens, temperature, top_k, top_p, min_p, seed=seed, stop_token_ids=tuple(stop), min_tokens=min_tokens
     )
-    return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt)
+    return RequestSpec(
+        RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt, tenant=tenant, priority=priority
+    )
 
 
 def prompt_of(family: int, shared: int, own: int = 0, *, branch: int = 0, vocab_size: int = 256) -> list[int]:

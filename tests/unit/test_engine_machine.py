@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.engine import Reservation, SequenceKind, StepPlan
 from engine.step import StepOutput
-from pdcore.types import FinishReason, RequestKey, RequestSpec
+from pdcore.config import QUEUE_POLICIES, QueueConfig
+from pdcore.types import FinishReason, PriorityClass, RequestKey, RequestSpec
 from tests.support.engine_kit import make_engine, prefill_and_transfer, prompt_of, request
 from tests.support.fake_runner import FakeRunner, oracle
 
@@ -52,10 +53,12 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 12),
         fraction=st.sampled_from([0.5, 1.0]),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        policy=st.sampled_from(QUEUE_POLICIES),
+        partial=st.sampled_from([0, 0, 1, 2]),
     )
     def build(
         self, blocks: int, block_size: int, source_block_size: int, max_num_seqs: int, more_budget: int, chunk: int,
-        fraction: float, prefix_cache: bool,
+        fraction: float, prefix_cache: bool, policy: str, partial: int,
     ) -> None:  # fmt: skip
         self.runner = FakeRunner(
             num_blocks=blocks, block_size=block_size, vocab_size=VOCAB, max_num_seqs=max_num_seqs
@@ -71,6 +74,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_reserved_fraction=fraction,
             prefix_cache=prefix_cache,
             on_pressure=self.revoked.append,
+            queue=QueueConfig(policy, batch_share=0.2),
+            max_partial_prefills=partial,
+            long_prefill_tokens=6,
         )
         self.source_runner = FakeRunner(num_blocks=64, block_size=source_block_size, vocab_size=VOCAB)
         self.source = make_engine(self.source_runner, budget=9, max_num_seqs=9, chunk=7)
@@ -105,6 +111,8 @@ class EngineMachine(RuleBasedStateMachine):
             min_tokens=data.draw(st.integers(0, 4), label="min_tokens"),
             vocab_size=VOCAB,
             salt=data.draw(st.sampled_from(["", "", "", "salt"]), label="salt"),
+            tenant=data.draw(st.sampled_from("ab"), label="tenant"),
+            priority=data.draw(st.sampled_from(PriorityClass), label="priority"),
         )
 
     def _expect(self, spec: RequestSpec, kind: SequenceKind, committed: bool = False) -> None:
