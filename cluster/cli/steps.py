@@ -9,20 +9,11 @@ from rich.table import Table
 
 from protos import admin_pb2, worker_pb2
 
-_COLUMNS = (
-    "step",
-    "ago",
-    "tokens",
-    "decode",
-    "prefill",
-    "bound\nby",
-    "run",
-    "waiting\nint/std/bat",
-    "free\nblocks",
-    "pre-\nempt",
-    "ms",
-    "pre-\ndicted",
-)
+_COLUMNS = ("step", "ago", "tokens", "dec", "pre", "bound", "run", "waiting", "free", "out", "ms", "pred")
+_LEGEND = """\
+dec, pre: sequences that got one token, or more. bound: what kept prompts from getting more: tokens
+(max_num_batched_tokens), itl (target_itl_ms), seqs (max_num_seqs), memory (KV blocks). run: sequences with blocks.
+waiting: interactive/standard/batch. free: blocks. out: sequences preempted. pred: predicted ms."""
 
 
 def show_steps(reply: admin_pb2.GetClusterStepsReply, console: Console) -> None:
@@ -39,11 +30,7 @@ def show_steps(reply: admin_pb2.GetClusterStepsReply, console: Console) -> None:
         else:
             console.print(_table(list(worker.steps)))
         console.print()
-    console.print(
-        "bound by, what kept prompts from getting more: tokens (max_num_batched_tokens), itl (target_itl_ms), seqs "
-        "(max_num_seqs), memory (KV blocks)",
-        highlight=False,
-    )
+    console.print(_LEGEND.replace("\n", " "), highlight=False)
 
 
 def _table(steps: list[worker_pb2.StepRecord]) -> Table:
@@ -54,7 +41,7 @@ def _table(steps: list[worker_pb2.StepRecord]) -> Table:
     for step in steps:
         table.add_row(
             str(step.step),
-            f"{step.age_s:.1f}s",
+            f"{step.age_s:.1f}s" if step.age_s < 100 else f"{step.age_s:.0f}s",
             str(step.tokens),
             str(step.decodes),
             str(step.prefills),
