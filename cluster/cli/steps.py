@@ -34,7 +34,7 @@ def show_steps(reply: admin_pb2.GetClusterStepsReply, console: Console) -> None:
 
 
 def _table(steps: list[worker_pb2.StepRecord]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0, pad_edge=False)
     for header in _COLUMNS:
         justify = "left" if header.startswith("bound") else "right"
         table.add_column(header, justify=justify, no_wrap=True, vertical="bottom")  # type: ignore[arg-type]
