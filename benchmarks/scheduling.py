@@ -299,9 +299,8 @@ def main() -> None:
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
         "machine": {"cores": os.cpu_count(), "load_average": load_average},
     }
-    print(
-        f"{resolved.served_name}, {args.dtype}, {args.threads} threads, {'CPU' if args.cpu_clock else 'wall'} time; load average {load_average:.1f}"
-    )
+    clock = "CPU" if args.cpu_clock else "wall"
+    print(f"{resolved.served_name}, {args.dtype}, {args.threads} threads, {clock} time; load {load_average:.1f}")
 
     if args.sequences:
         rows: list[object] = [run_bookkeeping(setup, args.sequences, steps=40)]
