@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from engine.preemption import headroom
 from pdcore.config import SchedulerConfig
 from pdcore.types import PriorityClass
 
@@ -34,27 +35,29 @@ def displace(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> list[Seque
     interactive = [
         view
         for view in snapshot.sequences
-        if not view.blocks and view.has_credit and view.priority is PriorityClass.INTERACTIVE
+        if not view.blocks and view.has_credit and not view.copying and view.priority is PriorityClass.INTERACTIVE
     ]
     if not interactive:
         return []
     victims = yielding(list(snapshot.sequences), config)
     running = [view for view in snapshot.sequences if view.blocks]
     places = config.max_num_seqs - sum(view.has_credit for view in running)
-    # Blocks beyond those by which every running sequence may grow.
+    # Blocks beyond those by which every running sequence may grow, those that are on their way back among them.
     free = snapshot.free_blocks - sum(view.may_grow for view in running)
+    free += sum(view.leaving_blocks for view in snapshot.sequences)
     displaced: list[SequenceView] = []
     for view in interactive:
         grows = view.preemptible and view.admit_blocks < view.max_blocks
+        needed = view.admit_cost + headroom(view)
         taken: list[SequenceView] = []
         new_places, new_free = places, free
         for victim in victims[len(displaced) :]:
-            if new_places >= 1 and new_free >= view.admit_cost:
+            if new_places >= 1 and new_free >= needed:
                 break
             taken.append(victim)
             new_places += victim.has_credit
             new_free += victim.blocks - victim.shared_blocks + victim.may_grow
-        if new_places < 1 or new_free < view.admit_cost:
+        if new_places < 1 or new_free < needed:
             break
         displaced += taken
         places, free = new_places - 1, new_free - view.admit_cost - grows

@@ -13,13 +13,15 @@ from engine.blocks import BlockManager, Owner, OwnerKind
 from engine.displacement import kept_batch
 from engine.integrity import check_engine
 from engine.plan import Chunk, PrefillStats, StepPlan, StepResult, TokenOut
+from engine.preemption import DECODE_WEIGHT
 from engine.prefix_cache import CacheEvents
-from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_refusal
+from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, ticket_refusal
 from engine.scheduler import schedule as decide
 from engine.sequence import Sequence, SequenceKind, SequenceState
 from engine.snapshot import may_yield, queued_prefill_tokens, take_snapshot
-from engine.step import ModelRunner, StepOutput, StepProgress
+from engine.step import KvCache, ModelRunner, StepOutput, StepProgress
 from engine.step_log import StepLog, StepRecord, by_class
+from engine.swap import Copier, Copy, SwapSpace, ThreadCopier
 from engine.ticket import Reservation, Ticket
 from engine.validation import check_request
 from pdcore.clock import Clock, MonotonicClock
@@ -47,6 +49,13 @@ def _no_pressure(owner: str) -> None:
     """For engines whose tickets are never revoked: they go by commit, release or lease."""
 
 
+def _nothing(*_: object) -> None:
+    """For engines that are stepped by whoever uses them: nobody waits to be told."""
+
+
+MakeCopier = Callable[[KvCache, Callable[[Copy], None], Callable[[BaseException], None]], Copier]
+
+
 class Engine:
     """Runs sequences of one model on one paged cache.
 
@@ -60,6 +69,16 @@ class Engine:
         on_pressure: called with a ticket's owner when its blocks are wanted, from `schedule`, without the lock. It
             must see to it that `release_ticket` (or `commit_ticket`) follows soon, and must not raise.
         max_reserved_fraction: share of the blocks that uncommitted tickets may hold.
+        prefer_swap: computing tokens again is worse here than the time that it takes (see `engine.preemption`).
+        on_copied: called when a copy to or from host memory has ended, so that `schedule` may find more to run.
+        on_crash: called if no more such copies can be made. Both come from a thread of the engine's own, without
+            the lock.
+        make_copier: makes what runs the copies, if there is host memory; tests put one here that they drive by hand.
+
+    `close` ends that thread.
+
+    Raises:
+        ConfigError: `swap_memory` does not hold one block.
     """
 
     def __init__(
@@ -69,6 +88,11 @@ class Engine:
         clock: Clock | None = None,
         on_pressure: Callable[[str], None] = _no_pressure,
         max_reserved_fraction: float = 0.5,
+        *,
+        prefer_swap: bool = False,
+        on_copied: Callable[[], None] = _nothing,
+        on_crash: Callable[[BaseException], None] = _nothing,
+        make_copier: MakeCopier = ThreadCopier,
     ) -> None:
         self.lock = threading.RLock()
         self.model: ModelInfo = runner.model
@@ -93,6 +117,15 @@ class Engine:
         self._arrivals = 0
         self._queue = QueueBook(config.scheduler.queue)
         self._log = StepLog()
+        self._on_copied = on_copied
+        self._swap = SwapSpace(
+            self._blocks,
+            runner.geometry,
+            config,
+            recompute_weight=DECODE_WEIGHT if prefer_swap else 1.0,
+            make_copier=lambda: make_copier(runner.cache, self._copied, on_crash),
+        )
+        self._wanted_blocks = 0  # what a ticket lacked that was refused since the last step
         self._preemptions = 0
         self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
         self._cached_tokens = 0
@@ -168,10 +201,13 @@ class Engine:
         cached = self._blocks.cache.blocks(ticket.hashes, hits)
         fresh = self._blocks.blocks_for(num_tokens + 1) - hits
         idle = hits - self._blocks.used(cached)
-        if ticket_refusal(self._snapshot(), fresh, self._max_reserved, idle) is not None:
+        snapshot = self._snapshot()
+        if ticket_refusal(snapshot, fresh, self._max_reserved, idle) is not None:
+            # The router asks again: perhaps sequences of stalled clients have made room by then.
+            self._wanted_blocks = max(self._wanted_blocks, ticket_lacks(snapshot, fresh, idle))
             return None
         for sequence in self._sequences.values():
-            if sequence.num_blocks == 0 and sequence.credit > 0:
+            if sequence.num_blocks == 0 and sequence.credit > 0 and not sequence.copying:
                 sequence.skipped += 1
         self._tickets[owner] = ticket
         self._blocks.share(Owner.ticket(owner), cached)
@@ -257,15 +293,12 @@ class Engine:
             assert self._in_flight is None, "the previous step has not been applied"
             started = self._clock.now()
             decision = decide(self._snapshot(), self._scheduler_config)
+            self._wanted_blocks = 0
             plan = self._apply_decision(decision, started)
-            revoke = decision.revoke
-            # All that ran has given way: who it was for can run at once.
-            if plan is None and decision.preempt:
-                decision = decide(self._snapshot(), self._scheduler_config)
-                plan = self._apply_decision(decision, started)
-                revoke += decision.revoke
-        for owner in revoke:
+        for owner in decision.revoke:
             self._on_pressure(owner)
+        if plan is None and decision.preempt:  # stalled or batch ones have made room for one that waits
+            return self.schedule()
         return plan
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -309,8 +342,11 @@ class Engine:
                 tokens.append(TokenOut(key, 0, index, token, finish))
                 if sequence.state is SequenceState.FINISHED:
                     self._leave(sequence)
+            seconds = now - flight.record.started
             if plan.chunks:
-                self._log.end(flight.record, 1e3 * (now - flight.record.started))
+                self._log.end(flight.record, 1e3 * seconds)
+            if plan.step_id > 1 and plan.step_input.num_decodes < len(plan.chunks):  # the first pays for lazy set-up
+                self._swap.prefill_speed.add(len(plan.step_input.token_ids), seconds)
             return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled))
 
     def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
@@ -333,7 +369,9 @@ class Engine:
         """Queue depths, blocks, counters and the mean step time, now."""
         with self.lock:
             with_credit = [sequence for sequence in self._sequences.values() if sequence.credit > 0]
-            waiting = sum(sequence.state is SequenceState.WAITING for sequence in with_credit)
+            waiting = sum(
+                sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED) for sequence in with_credit
+            )
             yielding = self._yielding()
             return WorkerLoad(
                 step=self._steps_done,
@@ -351,6 +389,10 @@ class Engine:
                 step_ms=self._log.mean_ms,
                 cached_blocks=self._blocks.cached,
                 cached_tokens=self._cached_tokens,
+                swapped=sum(sequence.state is SequenceState.SWAPPED for sequence in self._sequences.values()),
+                swaps_out=self._swap.outs,
+                swaps_in=self._swap.ins,
+                swap_used_bytes=self._swap.used_bytes,
                 step_time=self._log.step_time,
                 yielding_requests=len(yielding),
                 yielding_blocks=sum(s.num_blocks - self._blocks.shared(Owner.sequence(s.key)) for s in yielding),
@@ -360,6 +402,11 @@ class Engine:
         """Records of the last `count` steps at most, the oldest first."""
         with self.lock:
             return self._log.last(count)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End copies to and from host memory, and their thread; True if it has ended within `timeout_s`. The engine
+        must not be used any more. Idempotent."""
+        return self._swap.close(timeout_s)
 
     def drain_cache_events(self) -> CacheEvents:
         """What came into the prefix cache and left it since the last call; see `CacheEvents`."""
@@ -379,6 +426,7 @@ class Engine:
                 self._sequences,
                 self._tickets,
                 self._blocks,
+                self._swap,
                 deferred=self._deferred,
                 flying=flying,
                 echoes=self._echoes,
@@ -390,29 +438,6 @@ class Engine:
         root = self._root(spec) if self._prefix_cache else None
         return Sequence(spec, kind, block_size=self._block_size, now=self._clock.now(), root=root)
 
-    def _enter(self, sequence: Sequence) -> None:
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
-        self._sequences[sequence.key] = sequence
-
-    def _snapshot(self) -> SchedulerSnapshot:
-        return take_snapshot(
-            self._sequences,
-            self._tickets,
-            self._blocks,
-            self._queue,
-            step_time=self._log.step_time,
-            max_num_seqs=self._scheduler_config.max_num_seqs,
-        )
-
-    def _yielding(self) -> list[Sequence]:
-        """Running batch sequences that would give way to interactive requests."""
-        config = self._scheduler_config
-        if config.queue.policy != "priority":
-            return []
-        batch = [s for s in self._sequences.values() if s.num_blocks and s.spec.priority is PriorityClass.BATCH]
-        return [sequence for sequence in batch[kept_batch(config) :] if may_yield(sequence)]
-
     def _root(self, spec: RequestSpec) -> bytes:
         return chain_root(self.geometry.model_digest, salt=spec.cache_salt)
 
@@ -421,26 +446,33 @@ class Engine:
         return block_hashes(self._root(spec), spec.known_tokens, self._block_size) if self._prefix_cache else []
 
     def _check_new(self, key: RequestKey) -> None:
-        held = self._blocks.blocks_of(Owner.sequence(key)) or self._blocks.blocks_of(Owner.send(key))
-        if key in self._sequences or held:
+        owners = (Owner.sequence(key), Owner.send(key), Owner.swap(key))
+        if key in self._sequences or any(map(self._blocks.blocks_of, owners)):
             raise InvalidRequest("request_id", f"attempt {key.attempt} of {key.request_id} is already here")
 
     def _apply_decision(self, decision: ScheduleDecision, now: float) -> StepPlan | None:
+        # Before anything is freed: whether a front is left behind depends on who uses it.
+        for key in decision.swap_out:
+            if not self._swap.swap_out(self._sequences[key]):
+                self._drop(key)
         for key in decision.preempt:
-            self._sequences[key].preempt()
-            self._blocks.release(Owner.sequence(key))
-            self._preemptions += 1
+            self._drop(key)
+        self._preemptions += len(decision.swap_out) + len(decision.preempt)
         for name in decision.revoke:
             self._tickets[name].revoking = True
         for passed in decision.passed_over:
             self._sequences[passed.key].skipped += passed.times
-        if not decision.chunks and not self._echoes:
-            return None
-        record = self._record(decision, now)
-
         # All of it before anything is allocated: what the decision counts on must not be evicted by its own steps.
         for key in decision.admitted:
             self._take_cached(self._sequences[key])
+        for key in decision.swap_in:
+            self._share_cached(self._sequences[key], Owner.swap(key))
+        for key in decision.swap_in:
+            self._swap.swap_in(self._sequences[key])
+        if not decision.chunks and not self._echoes:
+            return None
+
+        record = self._record(decision, now)
         self._step_id += 1
         chunks: list[Chunk] = []
         parts: list[Part] = []
@@ -484,6 +516,19 @@ class Engine:
             entry = Waiting(sequence.arrival, sequence.remaining, spec.tenant, spec.priority, again)
             self._queue.started(entry, stay)
 
+    def _enter(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._sequences[sequence.key] = sequence
+
+    def _yielding(self) -> list[Sequence]:
+        """Running batch sequences that would give way to interactive requests."""
+        config = self._scheduler_config
+        if config.queue.policy != "priority":
+            return []
+        batch = [s for s in self._sequences.values() if s.num_blocks and s.spec.priority is PriorityClass.BATCH]
+        return [sequence for sequence in batch[kept_batch(config) :] if may_yield(sequence)]
+
     def _land(self, plan: StepPlan) -> _InFlight:
         """The forward pass of `plan` has ended: nothing writes its blocks any more."""
         flight = self._in_flight
@@ -498,12 +543,47 @@ class Engine:
 
     def _take_cached(self, sequence: Sequence) -> None:
         """Give a sequence that is being admitted what the prefix cache has of it."""
-        blocks = self._blocks.cache.blocks(sequence.hashes, sequence.hits)
-        self._blocks.share(Owner.sequence(sequence.key), blocks)
+        if sequence.state is SequenceState.SWAPPED:  # and its copy in host memory is of no use
+            self._swap.drop(sequence.key)
+            sequence.preempt()
+        blocks = self._share_cached(sequence, Owner.sequence(sequence.key))
         first_time = sequence.chunks == 0
         sequence.take_cached(blocks)
         if first_time:
             self._cached_tokens += sequence.cached_tokens
+
+    def _share_cached(self, sequence: Sequence, owner: Owner) -> list[int]:
+        blocks = self._blocks.cache.blocks(sequence.hashes, sequence.hits)
+        self._blocks.share(owner, blocks)
+        return blocks
+
+    def _drop(self, key: RequestKey) -> None:
+        """Preempt a sequence: what the prefix cache does not keep of its KV is lost."""
+        self._sequences[key].preempt()
+        self._blocks.release(Owner.sequence(key))
+
+    def _copied(self, copy: Copy) -> None:
+        """A copy to or from host memory has ended."""
+        with self.lock:
+            sequence = self._sequences.get(copy.key)
+            if self._swap.finish(copy, sequence):
+                assert sequence is not None
+                self._publish(sequence)
+        self._on_copied()
+
+    def _snapshot(self) -> SchedulerSnapshot:
+        return take_snapshot(
+            self._sequences,
+            self._tickets,
+            self._blocks,
+            book=self._queue,
+            step_time=self._log.step_time,
+            max_num_seqs=self._scheduler_config.max_num_seqs,
+            now=self._clock.now(),
+            terms=self._swap.terms(),
+            swap_room=self._swap.room,
+            wanted_blocks=self._wanted_blocks,
+        )
 
     def _publish(self, sequence: Sequence) -> None:
         """Put the blocks that have become full since the last time into the prefix cache, if they are fit for it."""
@@ -527,6 +607,7 @@ class Engine:
         if sequence.kind is SequenceKind.PREFILL and not sequence.send_over:
             self._blocks.transfer(owner, Owner.send(sequence.key))
             return
+        self._swap.drop(sequence.key)
         self._free(owner, sequence.key)
 
     def _free(self, owner: Owner, key: RequestKey) -> None:

@@ -24,7 +24,8 @@ class StepRecord:
         tokens: computed in all. decodes: sequences that got one token. prefills: sequences that got more.
         attended: sum of tokens * context, see `pdcore.step_time`.
         bound_by: what kept the step from being larger, see `ScheduleDecision`.
-        free_blocks: before it. preempted: sequences that lost their blocks for it.
+        free_blocks: before it. preempted: sequences that lost their blocks for it. swapped_out: those of them whose
+            KV goes to host memory. swapped_in: sequences that come back from there.
         running: sequences with blocks. waiting: without, by class (interactive, standard, batch).
         predicted_ms: what the step was expected to take; 0 while too few were seen. ms: what it took.
     """
@@ -38,6 +39,8 @@ class StepRecord:
     bound_by: str
     free_blocks: int
     preempted: int
+    swapped_out: int
+    swapped_in: int
     running: int
     waiting: tuple[int, int, int]
     predicted_ms: float
@@ -84,7 +87,9 @@ class StepLog:
             attended=shape.attended,
             bound_by=decision.bound_by,
             free_blocks=free_blocks,
-            preempted=len(decision.preempt),
+            preempted=len(decision.preempt) + len(decision.swap_out),
+            swapped_out=len(decision.swap_out),
+            swapped_in=len(decision.swap_in),
             running=running,
             waiting=waiting,
             predicted_ms=self.step_time.predict_ms(shape) if self.step_time.known else 0.0,

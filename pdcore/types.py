@@ -219,7 +219,8 @@ class WorkerLoad:
 
     Attributes:
         step: engine steps done.
-        waiting, running, paused: sequences by state.
+        waiting, running, paused: sequences by state; swapped ones are among the waiting, or the paused if they lack
+            credit too.
         queued_prefill_tokens: prompt tokens admitted and not yet computed.
         free_blocks, total_blocks, reserved_blocks: KV pool; free are those that can be given away, cached ones that
             nobody uses included; reserved are allocated to uncommitted tickets.
@@ -236,6 +237,9 @@ class WorkerLoad:
             because it had them.
         step_time: what its steps are expected to take; see `pdcore.step_time`.
         yielding_requests: batch requests that would give way to interactive ones. yielding_blocks: what that frees.
+        swapped: preempted sequences whose KV is in host memory, or on its way there or back.
+        swaps_out, swaps_in: copies to host memory, and back, that have ended well.
+        swap_used_bytes: host memory set aside for them now.
     """
 
     step: int = 0
@@ -254,6 +258,10 @@ class WorkerLoad:
     progress: int = 0
     cached_blocks: int = 0
     cached_tokens: int = 0
+    swapped: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    swap_used_bytes: int = 0
     transfers: dict[str, int] = field(default_factory=dict)
     step_time: StepTime = field(default_factory=StepTime)
     yielding_requests: int = 0

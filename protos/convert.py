@@ -184,6 +184,10 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         progress=load.progress,
         cached_blocks=load.cached_blocks,
         cached_tokens=load.cached_tokens,
+        swapped=load.swapped,
+        swaps_out=load.swaps_out,
+        swaps_in=load.swaps_in,
+        swap_used_bytes=load.swap_used_bytes,
         step_time=step_time_to_proto(load.step_time),
         yielding_requests=load.yielding_requests,
         yielding_blocks=load.yielding_blocks,
@@ -234,6 +238,10 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         step_time=step_time_from_proto(message.step_time),
         yielding_requests=message.yielding_requests,
         yielding_blocks=message.yielding_blocks,
+        swapped=message.swapped,
+        swaps_out=message.swaps_out,
+        swaps_in=message.swaps_in,
+        swap_used_bytes=message.swap_used_bytes,
     )
 
 

@@ -156,6 +156,8 @@ class StepRecord(google.protobuf.message.Message):
     WAITING_BATCH_FIELD_NUMBER: builtins.int
     PREDICTED_MS_FIELD_NUMBER: builtins.int
     MS_FIELD_NUMBER: builtins.int
+    SWAPPED_OUT_FIELD_NUMBER: builtins.int
+    SWAPPED_IN_FIELD_NUMBER: builtins.int
     step: builtins.int
     age_s: builtins.float
     """since it began"""
@@ -179,6 +181,10 @@ class StepRecord(google.protobuf.message.Message):
     predicted_ms: builtins.float
     """0 while too few steps were seen"""
     ms: builtins.float
+    swapped_out: builtins.int
+    """of those preempted, sequences whose KV goes to host memory"""
+    swapped_in: builtins.int
+    """sequences that come back from there"""
     def __init__(
         self,
         *,
@@ -197,8 +203,10 @@ class StepRecord(google.protobuf.message.Message):
         waiting_batch: builtins.int = ...,
         predicted_ms: builtins.float = ...,
         ms: builtins.float = ...,
+        swapped_out: builtins.int = ...,
+        swapped_in: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_s", b"age_s", "attended", b"attended", "bound_by", b"bound_by", "decodes", b"decodes", "free_blocks", b"free_blocks", "ms", b"ms", "predicted_ms", b"predicted_ms", "preempted", b"preempted", "prefills", b"prefills", "running", b"running", "step", b"step", "tokens", b"tokens", "waiting_batch", b"waiting_batch", "waiting_interactive", b"waiting_interactive", "waiting_standard", b"waiting_standard"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_s", b"age_s", "attended", b"attended", "bound_by", b"bound_by", "decodes", b"decodes", "free_blocks", b"free_blocks", "ms", b"ms", "predicted_ms", b"predicted_ms", "preempted", b"preempted", "prefills", b"prefills", "running", b"running", "step", b"step", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tokens", b"tokens", "waiting_batch", b"waiting_batch", "waiting_interactive", b"waiting_interactive", "waiting_standard", b"waiting_standard"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StepRecord: typing_extensions.TypeAlias = StepRecord
@@ -725,6 +733,10 @@ class Load(google.protobuf.message.Message):
     STEP_TIME_FIELD_NUMBER: builtins.int
     YIELDING_REQUESTS_FIELD_NUMBER: builtins.int
     YIELDING_BLOCKS_FIELD_NUMBER: builtins.int
+    SWAPPED_FIELD_NUMBER: builtins.int
+    SWAPS_OUT_FIELD_NUMBER: builtins.int
+    SWAPS_IN_FIELD_NUMBER: builtins.int
+    SWAP_USED_BYTES_FIELD_NUMBER: builtins.int
     step: builtins.int
     waiting: builtins.int
     running: builtins.int
@@ -747,6 +759,11 @@ class Load(google.protobuf.message.Message):
     """batch requests that would give way to interactive ones"""
     yielding_blocks: builtins.int
     """what that would free"""
+    swapped: builtins.int
+    """preempted sequences whose KV is in host memory, or on its way there or back"""
+    swaps_out: builtins.int
+    swaps_in: builtins.int
+    swap_used_bytes: builtins.int
     @property
     def recomputed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason: preempt, rebuild, replay"""
@@ -780,10 +797,14 @@ class Load(google.protobuf.message.Message):
         step_time: Global___StepTime | None = ...,
         yielding_requests: builtins.int = ...,
         yielding_blocks: builtins.int = ...,
+        swapped: builtins.int = ...,
+        swaps_out: builtins.int = ...,
+        swaps_in: builtins.int = ...,
+        swap_used_bytes: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step_time", b"step_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "step_time", b"step_time", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting", "yielding_blocks", b"yielding_blocks", "yielding_requests", b"yielding_requests"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "step_time", b"step_time", "swap_used_bytes", b"swap_used_bytes", "swapped", b"swapped", "swaps_in", b"swaps_in", "swaps_out", b"swaps_out", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting", "yielding_blocks", b"yielding_blocks", "yielding_requests", b"yielding_requests"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

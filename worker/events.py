@@ -44,6 +44,8 @@ def steps_reply(records: Sequence[StepRecord], now: float) -> worker_pb2.GetStep
                 bound_by=record.bound_by,
                 free_blocks=record.free_blocks,
                 preempted=record.preempted,
+                swapped_out=record.swapped_out,
+                swapped_in=record.swapped_in,
                 running=record.running,
                 waiting_interactive=record.waiting[0],
                 waiting_standard=record.waiting[1],

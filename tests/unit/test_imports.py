@@ -46,7 +46,18 @@ CASES = [
     *[(f"pdcore.{name}", (*OURS, *WIRE, *SERVING, *HEAVY, "numpy")) for name in PDCORE],
     *[
         (f"engine.{name}", (*others("engine"), *WIRE, *SERVING, *HEAVY))
-        for name in ("sequence", "blocks", "scheduler", "step", "budget", "displacement", "step_log")
+        for name in (
+            "sequence",
+            "blocks",
+            "scheduler",
+            "step",
+            "budget",
+            "displacement",
+            "step_log",
+            "preemption",
+            "snapshot",
+            "swap",
+        )
     ],
     *[
         (f"kv_transfer.{name}", (*others("kv_transfer"), *WIRE, *SERVING, *HEAVY))

@@ -390,6 +390,8 @@ VIEWS = st.tuples(
     st.integers(0, 5),
     st.integers(0, 5),
     st.integers(0, 5),
+    st.sampled_from(["", "", "stalled", "preempted", "swapped", "copying"]),
+    st.integers(0, 3),
 )
 
 
@@ -398,15 +400,16 @@ VIEWS = st.tuples(
     free=st.integers(0, 20),
     tickets=st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=3),
     limits=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)),
+    room=st.integers(0, 5),
+    wanted=st.integers(0, 5),
     queue=st.builds(QueueConfig, policy=st.sampled_from(QUEUE_POLICIES), batch_share=st.sampled_from([0.0, 0.2])),
     classes=st.lists(st.sampled_from(PriorityClass), min_size=10, max_size=10),
-    partial=st.integers(0, 3),
-    itl=st.sampled_from([0.0, 12.0]),
+    more=st.tuples(st.integers(0, 3), st.sampled_from([0.0, 12.0])),
 )
-def test_every_decision_can_be_carried_out(raw, free, tickets, limits, queue, classes, partial, itl) -> None:  # type: ignore[no-untyped-def]
+def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wanted, queue, classes, more) -> None:  # type: ignore[no-untyped-def]
     """Whatever the snapshot: blocks given are there, limits are kept, only what may be taken is taken."""
     views = []
-    for i, (known, computed, blocks, credit, preemptible, passed, last, hits, shared) in enumerate(raw):
+    for i, (known, computed, blocks, credit, preemptible, passed, last, hits, shared, state, swap) in enumerate(raw):
         full = -(-(known + 1) // BLOCK)
         who = SequenceView(key(str(i)), known, 0, 0, full, full + 2, credit, preemptible, 0, last)
         if blocks == 0:
@@ -419,20 +422,37 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, queue, cl
             who = who._replace(computed=known - 1, blocks=held, shared_blocks=min(held, shared))
         else:
             who = who._replace(computed=min(computed, known - 1), blocks=full, shared_blocks=min(full, shared))
+        if preemptible:
+            who = who._replace(
+                swap_blocks=swap if blocks else 0,
+                stalled=state == "stalled" and blocks > 0 and not credit,
+                preempted=state == "preempted",
+                copying=state == "copying",
+                leaving_blocks=swap if state == "copying" and not blocks else 0,
+                restores=state == "swapped" and not blocks and known > 1,
+            )
+            if who.restores:
+                who = who._replace(computed=known - 1)
         batch = classes[i] is PriorityClass.BATCH
-        who = who._replace(arrival=i, tenant="ab"[i % 2], priority=classes[i], yields=batch and preemptible)
-        views.append(who)
+        yields = batch and preemptible and not who.preempted and not who.copying
+        views.append(who._replace(arrival=i, tenant="ab"[i % 2], priority=classes[i], yields=yields))
     shot = SchedulerSnapshot(
-        tuple(views), tuple(TicketView(f"t{i}", n, revoking) for i, (n, revoking) in enumerate(tickets)), free, BLOCK,
-        queue=QueueState(batch_end=5), step_time=StepTime(5.0, 1.0, steps=9, largest=100),
-    )  # fmt: skip
+        tuple(views),
+        tuple(TicketView(f"t{i}", n, revoking) for i, (n, revoking) in enumerate(tickets)),
+        free,
+        BLOCK,
+        room,
+        wanted,
+        QueueState(batch_end=5),
+        StepTime(5.0, 1.0, steps=9, largest=100),
+    )
     config = SchedulerConfig(
         max(limits[0], limits[1]),
         min(limits[0], limits[1]),
         limits[2],
-        max_partial_prefills=partial,
+        max_partial_prefills=more[0],
         long_prefill_tokens=30,
-        target_itl_ms=itl,
+        target_itl_ms=more[1],
         queue=queue,
     )
     decision = schedule(shot, config)
@@ -444,27 +464,38 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, queue, cl
     assert sorted(counts, key=lambda n: n != 1) == counts
     back = sum(by_key[victim].blocks - by_key[victim].shared_blocks for victim in decision.preempt)
     pinned = sum(by_key[name].cached_blocks - by_key[name].used_blocks for name in decision.admitted)
-    assert sum(chunk.new_blocks for chunk in decision.chunks) + pinned <= free + back
+    swapped_in = sum(by_key[name].admit_cost for name in decision.swap_in)
+    assert sum(chunk.new_blocks for chunk in decision.chunks) + pinned + swapped_in <= free + back
+    assert sum(by_key[name].swap_blocks for name in decision.swap_out) <= room
     for chunk in decision.chunks:
         view = by_key[chunk.key]
         cached = view.cached_blocks if chunk.key in decision.admitted else 0
         assert view.has_credit
-        assert chunk.key not in decision.preempt
+        assert not view.copying
+        assert not view.restores
+        assert chunk.key not in (*decision.preempt, *decision.swap_out)
         assert chunk.start == view.computed
         assert 1 <= chunk.num_tokens <= view.known - view.computed
         assert chunk.num_tokens == 1 or chunk.num_tokens <= config.prefill_chunk_tokens
         assert chunk.start + chunk.num_tokens <= (view.blocks + cached + chunk.new_blocks) * BLOCK
-    displaced = [view.key for view in displace(shot, config)]
-    assert list(decision.preempt[: len(displaced)]) == displaced
-    for victim in decision.preempt:
-        assert by_key[victim].preemptible
-        assert by_key[victim].blocks
-        assert not tickets or victim in displaced
-    if decision.preempt:
-        assert not decision.admitted
+    displaced = {view.key for view in displace(shot, config)}
+    victims = (*decision.preempt, *decision.swap_out)
+    assert displaced <= set(victims)
+    assert not victims or not decision.admitted or not displaced
+    assert len(set(victims)) == len(victims)
+    for victim in victims:
+        view = by_key[victim]
+        assert view.preemptible
+        assert view.blocks
+        assert not view.copying
+        assert not (view.preempted and view.has_credit), "chosen again without progress"
+        assert view.stalled or not tickets or victim in displaced
+    for name in decision.swap_in:
+        assert by_key[name].restores
+        assert by_key[name].has_credit
     revocable = [ticket.owner for ticket in shot.tickets if not ticket.revoking]
     assert list(decision.revoke) == revocable[::-1][: len(decision.revoke)]
     # The oldest sequence that has blocks and credit is never preempted.
-    runnable = [view for view in views if view.blocks and view.has_credit and view.preemptible]
+    runnable = [view for view in views if view.blocks and view.has_credit and view.preemptible and not view.copying]
     if runnable and not displaced:
-        assert runnable[0].key not in decision.preempt
+        assert runnable[0].key not in victims
