@@ -206,7 +206,7 @@ def run_policy(policy: str, setup: Setup, arrivals: Sequence[Arrival]) -> Policy
     def of(choose: object) -> list[float]:
         return [ttft[a.spec.key.request_id] for a in arrivals if choose in (a.spec.priority, a.spec.tenant)]
 
-    return PolicyRow(
+    row = PolicyRow(
         policy,
         round(end - start, 1),
         round(tokens / (end - start), 1),
@@ -215,6 +215,8 @@ def run_policy(policy: str, setup: Setup, arrivals: Sequence[Arrival]) -> Policy
         *percentiles(of("light"), 50),
         *percentiles(gaps_of(session.times.values()), 50, 99),
     )
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def run_gap(setting: str, setup: Setup, scheduler: SchedulerConfig, prompt_tokens: int) -> GapRow:
@@ -239,7 +241,9 @@ def run_gap(setting: str, setup: Setup, scheduler: SchedulerConfig, prompt_token
         session.step()
     gaps = gaps_of(times[warm[name] - 1 :] for name, times in session.times.items() if name in warm)
     worst, median = percentiles([max(gaps)], 50)[0], percentiles(gaps, 50)[0]
-    return GapRow(setting, worst, median, round(1e3 * (session.times["long"][0] - began), 1), steps)
+    row = GapRow(setting, worst, median, round(1e3 * (session.times["long"][0] - began), 1), steps)
+    print(row, file=sys.stderr, flush=True)
+    return row
 
 
 def run_bookkeeping(setup: Setup, sequences: int, steps: int) -> BookkeepingRow:
