@@ -18,10 +18,10 @@ from engine.preemption import STALL_S
 from engine.sequence import Sequence as EngineSequence
 from engine.swap import Copy, CopyCancelled, HostKv, ThreadCopier
 from pdcore.clock import ManualClock
-from pdcore.config import EngineConfig
+from pdcore.config import EngineConfig, WorkerConfig
 from pdcore.errors import ConfigError, InvalidRequest
 from pdcore.hashing import block_hashes, chain_root
-from pdcore.types import RequestKey, RequestSpec, WorkerLoad
+from pdcore.types import RequestKey, RequestSpec, Role, WorkerLoad
 from protos.convert import load_from_proto, load_to_proto
 from tests.support.engine_kit import (
     ManualCopier,
@@ -499,6 +499,8 @@ class TestConfiguration:
             EngineConfig("m", "m", preemption="drop")
         with pytest.raises(ConfigError, match=">= 0"):
             EngineConfig("m", "m", swap_memory=-1)
+        with pytest.raises(ConfigError, match="0 on a prefill worker"):
+            WorkerConfig("p", Role.PREFILL, EngineConfig("m", "m", swap_memory=1 << 20))
 
     def test_host_memory_for_less_than_a_block_is_refused(self) -> None:
         runner = FakeRunner()
