@@ -316,6 +316,11 @@ class ClusterConfig(Section):
         default="bfloat16", description="type of weights, arithmetic and KV cache, of pools that name no other"
     )
     device: Literal["cpu"] = Field(default="cpu", description="where the model runs")
+    model_impl: Literal["auto", "native", "transformers"] = Field(
+        default="auto",
+        description="native: this project's own implementation; transformers: that library's modelling code on this "
+        "project's paged attention; auto: native where there is one for the model, else transformers",
+    )
     max_model_len: PositiveInt | None = Field(
         default=None, description="prompt and output tokens of one request; default: the model's own limit"
     )
@@ -516,6 +521,7 @@ class ClusterConfig(Section):
                 swap_memory=swap_memory,
                 preemption=preemption,
                 scheduler=scheduler,
+                model_impl=self.model_impl,
             )
         except ConfigError as error:  # of the two keys that must fit together
             key = error.key.replace("engine", role, 1)
@@ -612,6 +618,8 @@ def kv_shape(model_path: Path, dtype: str) -> KvGeometry:
     """
     try:
         shape = json.loads((model_path / "config.json").read_text())
+        if isinstance(shape, dict) and "num_attention_heads" not in shape:
+            shape = _shape_by_transformers(model_path)
         heads = shape["num_attention_heads"]
         return KvGeometry(
             model_digest="",
@@ -624,3 +632,12 @@ def kv_shape(model_path: Path, dtype: str) -> KvGeometry:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model_path / 'config.json'} does not give the model's shape: {error!r}") from error
+
+
+def _shape_by_transformers(model_path: Path) -> dict[str, int]:
+    """Of a model whose config has names of its own for these things, e.g. ``n_head``."""
+    from transformers import AutoConfig  # here, for it takes seconds and few models need it
+
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    return {key: value for key in keys if (value := getattr(config, key, None)) is not None}

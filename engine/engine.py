@@ -12,14 +12,15 @@ from engine.batch import Part, build_step
 from engine.blocks import BlockManager, Owner, OwnerKind
 from engine.displacement import kept_batch
 from engine.integrity import check_engine
-from engine.plan import Chunk, PrefillStats, StepPlan, StepResult, TokenOut
+from engine.plan import Chunk, PrefillStats, PromptLogprobs, StepPlan, StepResult, TokenOut
 from engine.preemption import DECODE_WEIGHT
 from engine.prefix_cache import CacheEvents
 from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, ticket_refusal
 from engine.scheduler import schedule as decide
+from engine.scoring import ScoredSpan, of_sample, of_spans
 from engine.sequence import Sequence, SequenceKind, SequenceState
 from engine.snapshot import may_yield, queued_prefill_tokens, take_snapshot
-from engine.step import KvCache, ModelRunner, StepOutput, StepProgress
+from engine.step import NO_TOKEN, KvCache, ModelRunner, StepOutput, StepProgress
 from engine.step_log import StepLog, StepRecord, by_class
 from engine.swap import Copier, Copy, SwapSpace, ThreadCopier
 from engine.ticket import Reservation, Ticket
@@ -41,8 +42,18 @@ class _InFlight:
 
     plan: StepPlan
     sampled: tuple[RequestKey, ...]  # in the order of the runner's output
+    scored: tuple[ScoredSpan, ...]  # likewise
     keys: frozenset[RequestKey]
     record: StepRecord
+
+
+def _logprob_rows(plan: StepPlan, flight: _InFlight) -> dict[RequestKey, int]:
+    """Which row of the step's log-probabilities belongs to whom."""
+    wanted = plan.step_input.logprobs
+    if wanted is None:
+        return {}
+    keys = [key for key, top in zip(flight.sampled, wanted.tolist(), strict=True) if top >= 0]
+    return {key: row for row, key in enumerate(keys)}
 
 
 def _no_pressure(owner: str) -> None:
@@ -178,8 +189,10 @@ class Engine:
         """
         known = len(spec.known_tokens)
         ticket = Ticket(spec, self._names(spec))
+        # Where prompt tokens are scored all of them are computed, so all that is held here would be for nothing.
+        may_hit = 0 if spec.params.prompt_logprobs is not None else (known - 1) // self._block_size
         with self.lock:
-            hits = self._blocks.cache.match(ticket.hashes, min(len(ticket.hashes), (known - 1) // self._block_size))
+            hits = self._blocks.cache.match(ticket.hashes, min(len(ticket.hashes), may_hit))
             # Before the ticket is open: its own tokens are to come from elsewhere.
             queued = queued_prefill_tokens(self._sequences, self._block_size)
             blocks = self._open_ticket(owner, ticket, known, hits)
@@ -230,6 +243,7 @@ class Engine:
         known = len(spec.known_tokens)
         sequence = self._new_sequence(spec, SequenceKind.GENERATE)
         sequence.replay_until = 0
+        sequence.num_scored = sequence.num_prompt  # by whoever computed the prompt
         sequence.exact = exact
         with self.lock:
             self._check_new(spec.key)
@@ -314,17 +328,19 @@ class Engine:
             now = self._clock.now()
             assert len(output.token_ids) == len(flight.sampled), (len(output.token_ids), len(flight.sampled))
             sampled = dict(zip(flight.sampled, output.token_ids.tolist(), strict=True))
+            scored = dict(of_spans(flight.scored, output.scores))
+            logprob_rows = _logprob_rows(plan, flight)
             tokens, self._echoes = self._echoes, []
             rejected: list[tuple[RequestKey, PdserveError]] = []
             prefilled: list[PrefillStats] = []
+            prompt_logprobs: list[PromptLogprobs] = []
             for key, start, end, *_ in plan.chunks:
                 sequence = self._sequences.get(key)
                 if sequence is None:
                     continue  # aborted meanwhile
                 token = sampled.get(key)
                 if token is not None and not 0 <= token < self.model.vocab_size:
-                    self._reject(sequence)
-                    rejected.append((key, InternalError(f"request {key.request_id}: the model yielded no token")))
+                    rejected.append((key, self._reject(sequence, token)))
                     continue
                 preempt, replay = sequence.recomputed(start, end)
                 self._recomputed["preempt"] += preempt
@@ -332,6 +348,9 @@ class Engine:
                 sequence.num_computed = end
                 if end // self._block_size > sequence.num_published:
                     self._publish(sequence)
+                if key in scored:
+                    sequence.num_scored = scored[key].end
+                    prompt_logprobs.append(PromptLogprobs(key, scored[key]))
                 if token is None:
                     continue
                 self._queue.generated(sequence.spec.tenant, 1)
@@ -339,7 +358,12 @@ class Engine:
                 if index == sequence.num_known - sequence.num_prompt:
                     prefilled.append(PrefillStats.of(sequence, now))
                 finish = sequence.append(token)
-                tokens.append(TokenOut(key, 0, index, token, finish))
+                logprobs = None
+                if key in logprob_rows:
+                    assert output.logprobs is not None
+                    top = sequence.spec.params.logprobs
+                    logprobs = of_sample(output.logprobs, logprob_rows[key], index, top or 0)
+                tokens.append(TokenOut(key, 0, index, token, finish, logprobs))
                 if sequence.state is SequenceState.FINISHED:
                     self._leave(sequence)
             seconds = now - flight.record.started
@@ -347,7 +371,7 @@ class Engine:
                 self._log.end(flight.record, 1e3 * seconds)
             if plan.step_id > 1 and plan.step_input.num_decodes < len(plan.chunks):  # the first pays for lazy set-up
                 self._swap.prefill_speed.add(len(plan.step_input.token_ids), seconds)
-            return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled))
+            return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled), tuple(prompt_logprobs))
 
     def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
         """The forward pass of `plan` has raised: its sequences end and are reported as rejected with `error`."""
@@ -491,7 +515,8 @@ class Engine:
         step_input = build_step(self._step_id, parts, self._block_size)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
-        self._in_flight = _InFlight(plan, sampled, frozenset(chunk.key for chunk in chunks), record)
+        scored = tuple(span for part in parts if (span := part.scored) is not None)
+        self._in_flight = _InFlight(plan, sampled, scored, frozenset(chunk.key for chunk in chunks), record)
         return plan
 
     def _record(self, decision: ScheduleDecision, now: float) -> StepRecord:
@@ -594,11 +619,18 @@ class Engine:
         self._blocks.publish(owner, sequence.name_blocks(full), full, guess=sequence.num_published)
         sequence.num_published = full
 
-    def _reject(self, sequence: Sequence) -> None:
-        """The model has made nothing sensible of the sequence: nobody else shall start from its KV."""
-        self._blocks.unpublish(Owner.sequence(sequence.key))
+    def _reject(self, sequence: Sequence, token: int) -> PdserveError:
+        """End a sequence for which there is no next token, and say why."""
+        error: PdserveError
+        if token == NO_TOKEN:
+            error = InvalidRequest("sampling", f"excludes every token at position {sequence.num_tokens}")
+        else:
+            # The model has made nothing sensible of the sequence: nobody else shall start from its KV.
+            self._blocks.unpublish(Owner.sequence(sequence.key))
+            error = InternalError(f"request {sequence.key.request_id}: the model yielded no token")
         sequence.abort()
         self._leave(sequence)
+        return error
 
     def _leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, and free its blocks or leave them to its send session."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.token_rules import SequenceRules
 from pdcore.hashing import block_hashes
 from pdcore.types import FinishReason, RequestSpec
 
@@ -74,6 +75,9 @@ class Sequence:
         |<------------------- num_tokens ---------------------->|
         |<------ num_computed: in the cache ------>|<- at least one, the input of a later step
 
+    `num_scored`: prompt tokens from the front whose log-probabilities need not be reported any more; `num_prompt` if
+    they were not asked for. Until then it takes nothing from the prefix cache: every token of the prompt is computed.
+
     `buffer[:num_tokens]` are the tokens. `table[:num_blocks]` is the block table; it equals the block manager's list
     of the owner::
 
@@ -103,6 +107,7 @@ class Sequence:
         "num_known",
         "num_prompt",
         "num_published",
+        "num_scored",
         "num_tokens",
         "phase",
         "preempt_until",
@@ -110,6 +115,7 @@ class Sequence:
         "queued_at",
         "ran_at",
         "replay_until",
+        "rules",
         "send_over",
         "skipped",
         "spec",
@@ -149,6 +155,10 @@ class Sequence:
         self.exact = True  # no KV in its blocks came through a codec that changes numbers
         self.cached_tokens = 0  # of the prompt: taken from the prefix cache when it first got blocks
         self.stop_tokens = frozenset(spec.params.stop_token_ids)
+        prompt, output = self.buffer[: self.num_prompt], self.buffer[self.num_prompt : self.num_known]
+        self.rules = SequenceRules.of(spec.params, prompt, output, total)
+        # Nothing stands before the first token that could make it likely.
+        self.num_scored = self.num_prompt if spec.params.prompt_logprobs is None else 1
         self.credit = spec.token_window
         self.skipped = 0  # how many requests got blocks ahead of this one while it did not fit
         self.last_step = 0  # id of the last step it was in
@@ -196,7 +206,9 @@ class Sequence:
     @property
     def may_hit(self) -> int:
         """Blocks from the front that may be taken from the prefix cache: the last token is always computed."""
-        return 0 if self._root is None else (self.num_tokens - 1) // self._block_size
+        if self._root is None or self.num_scored < self.num_prompt:
+            return 0
+        return (self.num_tokens - 1) // self._block_size
 
     @property
     def may_publish(self) -> int:
@@ -301,6 +313,8 @@ class Sequence:
         assert self.credit > 0, self.key
         self.buffer[self.num_tokens] = token
         self.num_tokens += 1
+        if self.rules is not None:
+            self.rules.add(token)
         self.credit -= 1
         self.preempted = False
         reason: FinishReason | None = None

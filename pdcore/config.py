@@ -34,6 +34,7 @@ QUEUE_POLICIES = ("fcfs", "sjf", "fair", "priority", "static")
 """Orders of waiting requests; `pdcore.queueing` describes them."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
+MODEL_IMPLS = ("auto", "native", "transformers")
 PREEMPT_BY_SWAP = "swap"
 PREEMPT_BY_RECOMPUTE = "recompute"
 PREEMPTION_MODES = (AUTO, PREEMPT_BY_SWAP, PREEMPT_BY_RECOMPUTE)
@@ -151,6 +152,8 @@ class EngineConfig:
         threads: intra-op threads of the engine; 0 leaves torch's default.
         cpu_affinity: cores of the engine's threads; empty leaves them free.
         prefix_cache: whether full blocks are kept for prompts that begin alike, as long as memory is not wanted.
+        model_impl: ``native`` takes this project's implementation, ``transformers`` that library's modelling code
+            with this project's paged attention, ``auto`` the native one where there is one for the model.
         swap_memory: bytes of host memory for the KV of preempted sequences; 0 is none. Taken as it is used.
         preemption: what becomes of that KV: ``swap`` copies it to host memory as long as there is room, ``recompute``
             drops it, ``auto`` does what costs less.
@@ -169,10 +172,12 @@ class EngineConfig:
     swap_memory: int = 0
     preemption: str = AUTO
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    model_impl: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPE_BYTES, "engine.dtype", self.dtype, ", ".join(DTYPE_BYTES))
         _require(self.device in DEVICES, "engine.device", self.device, ", ".join(DEVICES))
+        _require(self.model_impl in MODEL_IMPLS, "engine.model_impl", self.model_impl, ", ".join(MODEL_IMPLS))
         _require(self.block_size in BLOCK_SIZES, "engine.block_size", self.block_size, str(BLOCK_SIZES))
         _require(self.num_blocks >= 1, "engine.num_blocks", self.num_blocks, "an integer >= 1")
         _require(self.threads >= 0, "engine.threads", self.threads, "an integer >= 0")

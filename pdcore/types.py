@@ -61,6 +61,15 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence; the router adds the model's end tokens unless
             the client asked to ignore them.
         min_tokens: stop tokens are not sampled before this many tokens are generated.
+        presence_penalty: taken from the logit of every token that has been generated.
+        frequency_penalty: taken from it once for each time that it has been generated.
+        repetition_penalty: the logit of every token of prompt and output is divided by it if positive, else
+            multiplied (> 0; 1 is off).
+        logit_bias: (token, what is added to its logit), each token once.
+        allowed_token_ids: only these are sampled; empty allows all.
+        bad_words: token sequences that never come to stand in prompt and output by a sampled token.
+        logprobs: report log-probabilities of the sampled token and of the this many likeliest; None is off.
+        prompt_logprobs: the same for each prompt token but the first, given those before it.
     """
 
     max_tokens: int
@@ -71,6 +80,14 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,13 +110,25 @@ def request(
     salt: str = "",
     tenant: str = "",
     priority: PriorityClass = PriorityClass.STANDARD,
+    **params_extra: object,
 ) -> RequestSpec:
-    """A request; a number as the prompt stands for that many tokens that depend on the name."""
+    """A request; a number as the prompt stands for that many tokens that depend on the name.
+
+    `params_extra`: more fields of `SamplingParams`.
+    """
     if isinstance(prompt, int):
         start = sum(name.encode())
         prompt = [(start + 7 * i * i + i) % vocab_size for i in range(prompt)]
     params = SamplingParams(
-        max_tokens, temperature, top_k, top_p, min_p, seed=seed, stop_token_ids=tuple(stop), min_tokens=min_tokens
+        max_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed=seed,
+        stop_token_ids=tuple(stop),
+        min_tokens=min_tokens,
+        **params_extra,  # type: ignore[arg-type]
     )
     return RequestSpec(
         RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt, tenant=tenant, priority=priority

@@ -178,7 +178,8 @@ def make_workers(config: ClusterConfig, model: Path, cores: list[int] | None = C
 def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
     config = load_text(
         tmp_path,
-        "dtype: float16\nmax_model_len: 99\nheartbeat_s: 0.25\ndead_after_s: 2\ndrain_timeout_s: 7\n"
+        "dtype: float16\nmax_model_len: 99\nmodel_impl: transformers\n"
+        "heartbeat_s: 0.25\ndead_after_s: 2\ndrain_timeout_s: 7\n"
         "prefill: {workers: 2, block_size: 8, num_blocks: 5, threads: 3, cpu_affinity: [1]}\n"
         "decode: {workers: 1, prefix_cache: false, swap_memory: 1MiB, preemption: swap, "
         "scheduler: {max_num_seqs: 9, max_num_batched_tokens: 100, local_prefill_tokens: 3}}\n"
@@ -193,6 +194,7 @@ def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
     assert prefill.engine.model_path == str(model)
     assert (prefill.engine.dtype, prefill.engine.max_model_len, prefill.engine.served_name) == ("float16", 99, "m")
     assert (prefill.engine.block_size, prefill.engine.num_blocks) == (8, 5)
+    assert {worker.engine.model_impl for worker in workers} == {"transformers"}
     assert (prefill.engine.threads, prefill.engine.cpu_affinity) == (3, (1,))
     assert (prefill.host, prefill.port, prefill.controller) == ("10.0.0.1", 0, "127.0.0.1:1")
     assert (prefill.heartbeat_s, prefill.dead_after_s, prefill.drain_timeout_s) == (0.25, 2.0, 7.0)
@@ -240,6 +242,11 @@ def test_head_dim_of_the_model_wins_over_the_quotient(model: Path) -> None:
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**shape, "head_dim": 32}))
     assert kv_bytes_per_token(model, "float32") == 2 * 3 * 2 * 32 * 4
+
+
+def test_shape_under_other_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64}')
+    assert kv_bytes_per_token(tmp_path, "float32") == 2 * 3 * 4 * 16 * 4
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"hidden_size": 64}'])

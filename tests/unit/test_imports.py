@@ -31,6 +31,7 @@ PDCORE = (
     "costs",
     "errors",
     "faults",
+    "logprobs",
     "objective",
     "queueing",
     "step_time",
@@ -57,6 +58,8 @@ CASES = [
             "preemption",
             "snapshot",
             "swap",
+            "token_rules",
+            "scoring",
         )
     ],
     *[
