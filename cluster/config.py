@@ -26,6 +26,7 @@ from pdcore.config import (
     WorkerConfig,
     convertible,
 )
+from pdcore.costs import AUTO
 from pdcore.errors import ConfigError, ModelError
 from pdcore.types import KvGeometry, Role
 
@@ -102,7 +103,21 @@ class PoolSection(Section):
         return self
 
 
-class AggregatedSection(PoolSection):
+class GeneratingSection(PoolSection):
+    """A pool whose workers generate, so that memory can run short under their sequences."""
+
+    swap_memory: Annotated[ByteSize, Field(ge=0)] = Field(
+        default=ByteSize(0),
+        description="host memory of each worker for the KV of sequences that give way to others, e.g. 1GiB; 0: none",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        default="auto",
+        description="what becomes of a sequence that gives way; swap: its KV goes to swap_memory and comes back, "
+        "recompute: it is computed again, auto: what costs less",
+    )
+
+
+class AggregatedSection(GeneratingSection):
     """The pool that a cluster has only when asked for."""
 
     workers: int = Field(default=0, ge=0, le=1024, description="how many workers the pool has")
@@ -243,7 +258,9 @@ class ClusterConfig(Section):
         default=None, description="prompt and output tokens of one request; default: the model's own limit"
     )
     prefill: PoolSection = Field(default=PoolSection(), description="workers that compute prompts")
-    decode: PoolSection = Field(default=PoolSection(), description="workers that generate from transferred KV")
+    decode: GeneratingSection = Field(
+        default=GeneratingSection(), description="workers that generate from transferred KV"
+    )
     aggregated: AggregatedSection = Field(
         default=AggregatedSection(), description="workers that do both by themselves"
     )
@@ -387,10 +404,11 @@ class ClusterConfig(Section):
             scheduler = SchedulerConfig(**pool.scheduler.model_dump())
         except ConfigError as error:
             raise ConfigError(f"{role}.{error.key}", error.value, error.allowed) from error
-        return WorkerConfig(
-            worker_id=worker_id,
-            role=role,
-            engine=EngineConfig(
+        swap_memory, preemption = 0, AUTO
+        if isinstance(pool, GeneratingSection):
+            swap_memory, preemption = int(pool.swap_memory), pool.preemption
+        try:
+            engine = EngineConfig(
                 model_path=model_path,
                 served_name=served_name,
                 device=self.device,
@@ -401,9 +419,18 @@ class ClusterConfig(Section):
                 threads=plan.threads if pool.threads == "auto" else pool.threads,
                 cpu_affinity=plan.engine if pool.cpu_affinity == "auto" else pool.cpu_affinity,
                 prefix_cache=pool.prefix_cache,
+                swap_memory=swap_memory,
+                preemption=preemption,
                 scheduler=scheduler,
                 model_impl=self.model_impl,
-            ),
+            )
+        except ConfigError as error:  # of the two keys that must fit together
+            key = error.key.replace("engine", role, 1)
+            raise ConfigError(key, error.value, error.allowed) from error
+        return WorkerConfig(
+            worker_id=worker_id,
+            role=role,
+            engine=engine,
             transfer=self._transfer_config(plan, host),
             host=host,
             controller=controller,
@@ -435,9 +462,14 @@ class ClusterConfig(Section):
 
     def _num_blocks(self, role: Role, model_path: Path) -> int:
         pool = self.pool(role)
-        if pool.num_blocks is not None:
+        swap_memory = int(pool.swap_memory) if isinstance(pool, GeneratingSection) else 0
+        if pool.num_blocks is not None and not swap_memory:
             return pool.num_blocks
         block_bytes = pool.block_size * kv_bytes_per_token(model_path, self.pool_dtype(role))
+        if 0 < swap_memory < block_bytes:
+            raise ConfigError(f"{role}.swap_memory", swap_memory, f"0, or at least one block: {block_bytes} bytes")
+        if pool.num_blocks is not None:
+            return pool.num_blocks
         if pool.kv_memory < block_bytes:
             raise ConfigError(f"{role}.kv_memory", int(pool.kv_memory), f"at least one block: {block_bytes} bytes")
         return int(pool.kv_memory) // block_bytes

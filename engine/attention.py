@@ -3,6 +3,9 @@
 `plan_attention` turns the flat arrays of a step into groups of sequences once per step; `attend` runs one layer. The
 layer loop then does a fixed, small number of tensor operations per group, whatever number of sequences is in it.
 
+Sequences that decode go to our own code where the arithmetic is float32 (`engine.native.attention`), which reads the
+cache where it lies.
+
 torch's own scaled_dot_product_attention is not used: with its few query heads per KV head it is about half as fast
 here as a matrix product with those heads folded into the rows, softmax, and a second product.
 
@@ -19,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kv_cache import PagedKvCache
+from engine.native.attention import DecodeKernel, decode_kernel
 from engine.step import StepInput
 
 _DECODE_KV_BYTES = 3 << 19  # gathered K and V of one decode group: about what a core's own cache holds
@@ -107,9 +111,15 @@ class _PrefillGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's groups, and `write_slots`: int64 [T * 2 * kv_heads], rows of `PagedKvCache.slots_of` for K and V."""
+    """How a step's tokens are attended to.
+
+    Attributes:
+        write_slots: int64 [T * 2 * kv_heads]; rows of `PagedKvCache.slots_of` for K and V.
+        kernel: does all sequences with one query token, in place of `decodes`; None where it cannot.
+    """
 
     write_slots: torch.Tensor
+    kernel: DecodeKernel | None
     decodes: tuple[_DecodeGroup, ...]
     prefills: tuple[_PrefillGroup, ...]
 
@@ -119,7 +129,9 @@ def plan_attention(
 ) -> AttentionPlan:
     """Group the sequences of a step. `dtype` is that of scores and masks. `window`: see the module; None is all."""
     planner = _Planner(step, cache, shape, dtype, window)
-    return AttentionPlan(planner.write_slots(), planner.decode_groups(), planner.prefill_groups())
+    kernel = planner.decode_kernel()
+    decodes = planner.decode_groups() if kernel is None else ()
+    return AttentionPlan(planner.write_slots(), kernel, decodes, planner.prefill_groups())
 
 
 def write_kv(plan: AttentionPlan, cache: PagedKvCache, layer: int, kv: torch.Tensor) -> None:
@@ -138,6 +150,9 @@ def attend(plan: AttentionPlan, cache: PagedKvCache, layer: int, q: torch.Tensor
         [T, num_heads * head_dim] in the same dtype.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
+    if plan.kernel is not None:
+        decodes = slice(plan.kernel.num_seqs)
+        plan.kernel(cache.slots_of(layer), q[decodes], out[decodes], shape.score_scale)
     for group in plan.decodes:
         keys, values = _gather(group.context, cache, layer, q.dtype)
         out[group.rows] = _attend_decodes(group, q[group.rows], keys, values, shape)
@@ -231,6 +246,22 @@ class _Planner:
         plane = (self._cache.geometry.num_blocks + 1) * self._block_size
         slots = self._step.slot_mapping[:, None] + self._planes[None] * plane
         return torch.from_numpy(slots.reshape(-1))
+
+    def decode_kernel(self) -> DecodeKernel | None:
+        """Sequences with one query token come first, in the order of their rows."""
+        count, shape, geometry = self._step.num_decodes, self._shape, self._cache.geometry
+        if self._dtype is not torch.float32 or shape.softcap is not None:
+            return None
+        return decode_kernel(
+            self._step.block_tables[:count],
+            self._step.context_lens[:count],
+            kv_heads=shape.num_kv_heads,
+            group=shape.group,
+            head_dim=shape.head_dim,
+            block_size=self._block_size,
+            num_blocks=geometry.num_blocks + 1,
+            window=self._window,
+        )
 
     def decode_groups(self) -> tuple[_DecodeGroup, ...]:
         count = self._step.num_decodes

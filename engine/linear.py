@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.native.library import narrow_linear
+from engine.native.linear import narrow_linear
 
 _PACK_ROWS = 512  # oneDNN picks a layout for about this many rows; it serves small batches as well
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.kv_cache import PagedKvCache
 from engine.models.network import Network
-from engine.sampler import sample
+from engine.read_out import read_out
 from engine.step import StepInput, StepOutput, StepProgress
 from pdcore.types import KvGeometry, ModelInfo
 
@@ -34,12 +34,12 @@ class CpuModelRunner:
         self.progress.layers_done = 0  # before the id: a reader must never see this step with the last one's count
         self.progress.step_id = step.step_id
         with torch.inference_mode():
-            tokens = sample(self._logits(step), step).numpy()
-        self._last_sampled[step.sample_slots] = tokens
-        return StepOutput(tokens)
+            output = read_out(self._logits(step), step)
+        self._last_sampled[step.sample_slots] = output.token_ids
+        return output
 
     def logits(self, step: StepInput) -> torch.Tensor:
-        """`run` without the sampling: float32 [R, vocab_size]. For tests and for scoring given tokens."""
+        """`run` without the sampling: float32 [R + Q, vocab_size], of `step.logit_rows`."""
         with torch.inference_mode():
             return self._logits(step)
 
@@ -48,7 +48,7 @@ class CpuModelRunner:
         return self._network.forward(
             step,
             torch.from_numpy(token_ids),
-            torch.from_numpy(step.sample_rows.astype(np.int64)),
+            torch.from_numpy(step.logit_rows.astype(np.int64)),
             cache=self.cache,
             progress=self.progress,
         )

@@ -13,10 +13,29 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.token_rules import LogitRules
 from pdcore.types import KvGeometry, ModelInfo
 
 if TYPE_CHECKING:  # this module is pure: the scheduler and the simulator import it without torch
     import torch
+
+
+NO_TOKEN = -1
+"""In the place of a sampled token: every token is excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreInput:
+    """Rows of a step whose next token is known, and of which only log-probabilities are wanted.
+
+    Attributes:
+        rows: int32 [Q]; token rows. targets: int64 [Q]; the token that follows each.
+        top: likeliest tokens wanted for each.
+    """
+
+    rows: NDArray[np.int32]
+    targets: NDArray[np.int64]
+    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +60,10 @@ class StepInput:
         temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0 is off.
         seeds: uint64 [R]. sample_index: int32 [R]. sample_positions: int64 [R], position of the token being sampled.
         forbidden_rows, forbidden_tokens: int32 [F]; pairs (index into the R samples, token) that may not be sampled.
+        rules: what else changes the logits before sampling; None if nothing does.
+        logprobs: int32 [R], how many likeliest tokens are wanted of each sample's distribution, before anything
+            changes its logits; -1 is none, not even of the sampled token. None if all are -1.
+        scores: rows that are scored and not sampled; None if there are none.
     """
 
     step_id: int
@@ -63,13 +86,42 @@ class StepInput:
     sample_positions: NDArray[np.int64]
     forbidden_rows: NDArray[np.int32]
     forbidden_tokens: NDArray[np.int32]
+    rules: LogitRules | None = None
+    logprobs: NDArray[np.int32] | None = None
+    scores: ScoreInput | None = None
+
+    @property
+    def logit_rows(self) -> NDArray[np.int32]:
+        """Token rows of which a model computes logits: those that are sampled, then those that are scored."""
+        return self.sample_rows if self.scores is None else np.concatenate((self.sample_rows, self.scores.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of N rows.
+
+    `values`: float32 [N], of each row's token. `top_ids`: int32 [N, K], the row's likeliest tokens, the likeliest
+    first; `top_values`: float32 [N, K], of those.
+    """
+
+    values: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top_values: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Result of one step. `token_ids`: int64 [R], in the order of ``StepInput.sample_rows``."""
+    """Result of one step.
+
+    Attributes:
+        token_ids: int64 [R], in the order of ``StepInput.sample_rows``; `NO_TOKEN` where none could be sampled.
+        logprobs: of the samples that asked for them, in order, with the largest K asked for.
+        scores: of the rows of ``StepInput.scores``.
+    """
 
     token_ids: NDArray[np.int64]
+    logprobs: RowLogprobs | None = None
+    scores: RowLogprobs | None = None
 
 
 class StepProgress:

@@ -13,6 +13,7 @@ from engine.kv_cache import PagedKvCache
 from engine.models.config import LlamaConfig
 from engine.models.llama_weights import LlamaWeights
 from engine.models.rope import rope_tables
+from engine.norm import rms_norm
 from engine.step import StepInput, StepProgress
 from engine.weights import WeightFiles
 
@@ -83,7 +84,7 @@ class LlamaModel:
         return logits
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
+        return rms_norm(hidden, weight, self.config.norm_eps)
 
 
 def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -10,12 +10,11 @@
  * Each y[m, n] is one chain of fused multiply-adds from k = 0 upwards, whatever m, the tile or the number of threads:
  * a row's result does not depend on the rows beside it.
  */
-#include <stddef.h>
-#include <stdint.h>
+#include "pdmm.h"
+
 #include <stdlib.h>
 #include <string.h>
 
-#define EXPORT __attribute__((visibility("default")))
 #define PANEL 16
 #define ROWS 6 /* of a tile: with 16 outputs they need 12 of the 16 registers */
 #define CACHED_BYTES (256 << 10)
@@ -40,11 +39,6 @@ EXPORT void pdmm_pack(const uint16_t *weights, size_t n, size_t k, uint16_t *pac
 }
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
-#define TARGET __attribute__((target("avx2,fma")))
-#define INLINE TARGET static inline __attribute__((always_inline))
-
 /* One call: a share of the panels is a thread's. */
 struct job {
     const float *x;
@@ -166,31 +160,11 @@ static void run_share(const struct job *job, size_t begin, size_t end)
     }
 }
 
-/* The threads are those of the OpenMP runtime that torch computes with; see `pdmm_threads`. */
-static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
-static int (*thread_number)(void);
-static int (*thread_count)(void);
-
 static void share_of_thread(void *data)
 {
     const struct job *job = data;
-    size_t panels = (job->n + PANEL - 1) / PANEL;
-    size_t count = (size_t)thread_count(), number = (size_t)thread_number();
-    run_share(job, panels * number / count, panels * (number + 1) / count);
-}
-
-EXPORT int pdmm_supported(void)
-{
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-
-/* Use these functions of an OpenMP runtime: GOMP_parallel, omp_get_thread_num, omp_get_num_threads. */
-EXPORT void pdmm_threads(void *gomp_parallel, void *get_thread_num, void *get_num_threads)
-{
-    parallel = (void (*)(void (*)(void *), void *, unsigned, unsigned))gomp_parallel;
-    thread_number = (int (*)(void))get_thread_num;
-    thread_count = (int (*)(void))get_num_threads;
+    struct share share = my_share((job->n + PANEL - 1) / PANEL);
+    run_share(job, share.begin, share.end);
 }
 
 /* Returns 0 if there was no memory. */
@@ -206,25 +180,12 @@ EXPORT int pdmm_linear(const float *x, size_t m, size_t x_stride, const uint16_t
         order_rows(&job, ordered);
         job.ordered = ordered;
     }
-    if (threads > 1 && parallel)
-        parallel(share_of_thread, &job, threads, 0);
-    else
-        run_share(&job, 0, (n + PANEL - 1) / PANEL);
+    in_parallel(share_of_thread, &job, threads);
     free(ordered);
     return 1;
 }
 
 #else
-
-EXPORT int pdmm_supported(void)
-{
-    return 0;
-}
-
-EXPORT void pdmm_threads(void *gomp_parallel, void *get_thread_num, void *get_num_threads)
-{
-    (void)gomp_parallel, (void)get_thread_num, (void)get_num_threads;
-}
 
 EXPORT int pdmm_linear(const float *x, size_t m, size_t x_stride, const uint16_t *packed, size_t n, size_t k,
                        const float *bias, const float *residual, float *y, unsigned threads)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.linear import Linear
-from engine.native.library import NarrowLinear, narrow_linear
+from engine.native.linear import NarrowLinear, narrow_linear
 
 KERNEL = narrow_linear(torch.zeros(1, 1))
 pytestmark = pytest.mark.skipif(KERNEL is None, reason="no compiler, or a CPU without AVX2")
