@@ -487,13 +487,24 @@ class TestStalledClients:
 class TestAuto:
     """The choice follows what has been measured."""
 
-    def chosen(self, copy_bytes_s: float, prefill_tokens_s: float, prefer_swap: bool) -> bool:
+    def chosen(
+        self,
+        copy_bytes_s: float,
+        prefill_tokens_s: float,
+        *,
+        prefer_swap: bool = False,
+        prefix_cache: bool = False,
+        old_tokens: int = 28,
+    ) -> bool:
+        """Whether the young one of two is swapped, of 19 or 20 tokens; the old one comes to have `old_tokens`."""
         runner, copier = FakeRunner(num_blocks=8, block_size=4), ManualCopier()
-        engine = make_engine(runner, swap_blocks=20, prefix_cache=False, copier=copier, prefer_swap=prefer_swap)
+        engine = make_engine(
+            runner, swap_blocks=20, prefix_cache=prefix_cache, copier=copier, prefer_swap=prefer_swap
+        )
         engine._swap.out_speed.add(1e3 * copy_bytes_s, 1e3)
         engine._swap.in_speed.add(1e3 * copy_bytes_s, 1e3)
         engine._swap.prefill_speed.add(1e3 * prefill_tokens_s, 1e3)
-        for spec in (request("old", 5, 28), request("young", 13, 14)):
+        for spec in (request("old", 5, old_tokens), request("young", 12, 14)):
             engine.add(spec, GENERATE)
         while not engine.load().preemptions:
             step(engine)
@@ -501,10 +512,15 @@ class TestAuto:
 
     def test_swap_or_recompute(self) -> None:
         per_token = FakeRunner().geometry.bytes_per_token
-        assert self.chosen(200 * per_token, 90, prefer_swap=False), "100 tokens/s there and back"
-        assert not self.chosen(200 * per_token, 110, prefer_swap=False)
+        assert self.chosen(200 * per_token, 90), "100 tokens/s there and back"
+        assert not self.chosen(200 * per_token, 110)
         assert self.chosen(200 * per_token, 390, prefer_swap=True), "a decode worker would rather swap"
         assert not self.chosen(200 * per_token, 410, prefer_swap=True)
+
+    def test_what_the_prefix_cache_will_keep_counts(self) -> None:
+        per_token = FakeRunner().geometry.bytes_per_token
+        assert self.chosen(200 * per_token, 90, prefix_cache=True), "the old one can come to need all that comes free"
+        assert not self.chosen(200 * per_token, 90, prefix_cache=True, old_tokens=12), "one block is all it lacks"
 
     def test_copies_and_prefills_are_measured(self) -> None:
         pressed = Pressed()
