@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from engine.sequence import Sequence
 from engine.step import StepInput
+from engine.structured import NO_MASKS, OutputState, StepMasks
 
 
 class Part(NamedTuple):
@@ -23,10 +25,13 @@ class Part(NamedTuple):
         return self.num_tokens == self.sequence.remaining
 
 
-def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
+def build_step(
+    step_id: int, parts: Seq[Part], block_size: int, make_masks: Callable[[Seq[OutputState]], StepMasks] | None = None
+) -> StepInput:
     """Lay the parts out as flat arrays; parts of one token must come first.
 
-    Python runs once per sequence, numpy does the tokens.
+    Python runs once per sequence, numpy does the tokens. `make_masks` begins to compute the masks of structured
+    outputs; needed if there are any.
     """
     num_seqs = len(parts)
     sequences = [part.sequence for part in parts]
@@ -59,9 +64,14 @@ def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
     forbidden = [
         (r, token)
         for r, sequence in enumerate(sampling)
-        if sequence.generated < params[r].min_tokens
+        if sequence.generated < params[r].min_tokens and sequence.output is None  # else its mask sees to it
         for token in sequence.stop_tokens
     ]
+    structured = [(r, sequence.output) for r, sequence in enumerate(sampling) if sequence.output is not None]
+    masks = NO_MASKS
+    if structured:
+        assert make_masks is not None
+        masks = make_masks([output for _, output in structured])
     return StepInput(
         step_id=step_id,
         num_decodes=num_decodes,
@@ -83,4 +93,7 @@ def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
         sample_positions=np.array([sequence.num_tokens for sequence in sampling], np.int64),
         forbidden_rows=np.array([r for r, _ in forbidden], np.int32),
         forbidden_tokens=np.array([token for _, token in forbidden], np.int32),
+        mask_rows=np.array([r for r, _ in structured], np.int32),
+        mask_bits=masks.bits,
+        await_masks=masks.wait,
     )

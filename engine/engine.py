@@ -19,6 +19,7 @@ from engine.scheduler import schedule as decide
 from engine.sequence import Sequence, SequenceKind, SequenceState
 from engine.snapshot import queued_prefill_tokens, take_snapshot
 from engine.step import ModelRunner, StepOutput, StepProgress
+from engine.structured import OutputGuards, OutputState
 from engine.ticket import Reservation, Ticket
 from engine.validation import check_request
 from pdcore.clock import Clock, MonotonicClock
@@ -61,6 +62,7 @@ class Engine:
         on_pressure: called with a ticket's owner when its blocks are wanted, from `schedule`, without the lock. It
             must see to it that `release_ticket` (or `commit_ticket`) follows soon, and must not raise.
         max_reserved_fraction: share of the blocks that uncommitted tickets may hold.
+        guards: of structured outputs; without them, requests for one are refused.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Engine:
         clock: Clock | None = None,
         on_pressure: Callable[[str], None] = _no_pressure,
         max_reserved_fraction: float = 0.5,
+        *,
+        guards: OutputGuards | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.model: ModelInfo = runner.model
@@ -80,6 +84,7 @@ class Engine:
         self._scheduler_config = config.scheduler
         self._clock: Clock = clock or MonotonicClock()
         self._on_pressure = on_pressure
+        self._guards = guards
         self._max_reserved = int(max_reserved_fraction * runner.geometry.num_blocks)
         self._blocks = BlockManager(runner.geometry.num_blocks, runner.geometry.block_size)
         self._block_size = runner.geometry.block_size
@@ -96,16 +101,28 @@ class Engine:
         self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
         self._cached_tokens = 0
 
+    def close(self) -> None:
+        """End what runs beside the steps; there will be no more of them."""
+        if self._guards is not None:
+            self._guards.close()
+
     # ------------------------------------------------------------------------------------------------- requests
 
     def check_runnable(self, spec: RequestSpec, kind: SequenceKind = SequenceKind.GENERATE) -> None:
-        """Raise InvalidRequest, naming the field, if the request can never run here."""
+        """Raise InvalidRequest, naming the field, if the request can never run here. Compiles a structured output
+        that is new here: call it without a lock that the step loop needs."""
         check_request(spec, kind, self.model.vocab_size, self.max_model_len, self._blocks)
+        output = spec.params.structured_output
+        if output is not None:
+            if self._guards is None:
+                raise InvalidRequest(output.field, "this worker's model has no tokenizer that could be used for it")
+            self._guards.check(output)
 
     def add(self, spec: RequestSpec, kind: SequenceKind) -> None:
         """Queue a request. Raises InvalidRequest if it can never run here, or if its key is in use."""
         self.check_runnable(spec, kind)
         sequence = self._new_sequence(spec, kind)
+        sequence.output = self._start_output(spec)
         sequence.name_blocks(sequence.may_hit)  # now, for it takes a while with a long prompt, and needs no lock
         with self.lock:
             self._check_new(spec.key)
@@ -143,7 +160,7 @@ class Engine:
         Returns None if the ticket is refused now. Raises TicketError if `owner` has one already.
         """
         known = len(spec.known_tokens)
-        ticket = Ticket(spec, self._names(spec))
+        ticket = Ticket(spec, self._names(spec), output=self._start_output(spec))
         with self.lock:
             hits = self._blocks.cache.match(ticket.hashes, min(len(ticket.hashes), (known - 1) // self._block_size))
             # Before the ticket is open: its own tokens are to come from elsewhere.
@@ -204,6 +221,10 @@ class Engine:
                 raise TicketError(f"ticket {owner} has {len(blocks)} blocks, not those of {known} tokens")
             if not ticket.is_for(spec):
                 raise TicketError(f"ticket {owner} was reserved for other tokens")
+            output = self._start_output(spec) if ticket.spec is None else ticket.output
+            if output is not None and not output.allows(first_token):
+                raise InvalidRequest("first_token", f"{first_token} does not fit the structured output")
+            sequence.output = output
             sequence.hashes = ticket.hashes
             sequence.num_computed = known
             sequence.take_blocks(blocks)
@@ -212,6 +233,8 @@ class Engine:
             self._sequences[spec.key] = sequence
             self._publish(sequence)
             index = sequence.generated
+            if output is not None:
+                output.take_sampled(first_token)
             finish = sequence.append(first_token)
             self._echoes.append(TokenOut(spec.key, 0, index, first_token, finish))
             if finish is not None:
@@ -286,6 +309,11 @@ class Engine:
                 if token is not None and not 0 <= token < self.model.vocab_size:
                     self._reject(sequence)
                     rejected.append((key, InternalError(f"request {key.request_id}: the model yielded no token")))
+                    continue
+                if token is not None and (problem := _off_structure(sequence, token)) is not None:
+                    sequence.abort()
+                    self._leave(sequence)
+                    rejected.append((key, problem))
                     continue
                 preempt, replay = sequence.recomputed(start, end)
                 self._recomputed["preempt"] += preempt
@@ -374,6 +402,14 @@ class Engine:
         root = self._root(spec) if self._prefix_cache else None
         return Sequence(spec, kind, block_size=self._block_size, now=self._clock.now(), root=root)
 
+    def _start_output(self, spec: RequestSpec) -> OutputState | None:
+        """Where the request's structured output stands after what was delivered; None if the output is free."""
+        output = spec.params.structured_output
+        if output is None:
+            return None
+        assert self._guards is not None, "checked before"
+        return self._guards.start(output, spec.params, spec.delivered)
+
     def _root(self, spec: RequestSpec) -> bytes:
         return chain_root(self.geometry.model_digest, salt=spec.cache_salt)
 
@@ -415,7 +451,7 @@ class Engine:
             sequence.start(now, self._step_id)
             chunks.append(Chunk(key, start, end, start < sequence.num_known, block_ids))
             parts.append(Part(sequence, num_tokens))
-        step_input = build_step(self._step_id, parts, self._block_size)
+        step_input = build_step(self._step_id, parts, self._block_size, self._guards and self._guards.masks)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
         self._in_flight = _InFlight(plan, sampled, frozenset(chunk.key for chunk in chunks), now)
@@ -472,3 +508,9 @@ class Engine:
             self._blocks.release(owner)
         elif self._blocks.blocks_of(owner) and owner not in self._deferred:
             self._deferred.append(owner)
+
+
+def _off_structure(sequence: Sequence, token: int) -> InvalidRequest | None:
+    """Take a sampled token into the sequence's structured output; why it cannot be, if that is so."""
+    output = sequence.output
+    return None if output is None or output.take_sampled(token) else output.failure

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.token_masks import MaskFields, keep_allowed
+
 _CANDIDATES = 512  # rows whose filters keep at most this many tokens never sort the whole vocabulary
 _MASK64 = (1 << 64) - 1
 
 
-class SamplingFields(Protocol):
+class SamplingFields(MaskFields, Protocol):
     """The fields of `engine.step.StepInput` that sampling reads; shapes and dtypes are described there."""
 
     @property
@@ -53,6 +55,7 @@ def sample(logits: torch.Tensor, fields: SamplingFields) -> torch.Tensor:
     Returns:
         int64 [R].
     """
+    logits = keep_allowed(logits, fields)
     if len(fields.forbidden_rows):
         logits = logits.clone()
         rows = torch.from_numpy(fields.forbidden_rows.astype(np.int64))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcore.hashing import block_hashes
 from pdcore.types import FinishReason, RequestSpec
+
+if TYPE_CHECKING:  # this module is pure
+    from engine.structured import OutputState
 
 
 class SequenceKind(StrEnum):
@@ -83,6 +87,7 @@ class Sequence:
         "num_prompt",
         "num_published",
         "num_tokens",
+        "output",
         "preempt_until",
         "queued_at",
         "replay_until",
@@ -125,6 +130,7 @@ class Sequence:
         self.exact = True  # no KV in its blocks came through a codec that changes numbers
         self.cached_tokens = 0  # of the prompt: taken from the prefix cache when it first got blocks
         self.stop_tokens = frozenset(spec.params.stop_token_ids)
+        self.output: OutputState | None = None  # where a structured output stands
         self.credit = spec.token_window
         self.skipped = 0  # how many requests got blocks ahead of this one while it did not fit
         self.last_step = 0  # id of the last step it was in
@@ -235,7 +241,7 @@ class Sequence:
         self.num_tokens += 1
         self.credit -= 1
         reason: FinishReason | None = None
-        if token in self.stop_tokens:
+        if token in self.stop_tokens or (self.output is not None and self.output.complete):
             reason = FinishReason.STOP
         elif self.generated >= self.spec.params.max_tokens:
             reason = FinishReason.LENGTH

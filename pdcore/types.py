@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from pdcore.structured import StructuredOutput
+
 PROTOCOL_VERSION = 2
 """Version of the session and KV protocols spoken by this build."""
 
@@ -51,6 +53,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence; the router adds the model's end tokens unless
             the client asked to ignore them.
         min_tokens: stop tokens are not sampled before this many tokens are generated.
+        structured_output: the form that the output must have; None leaves it free.
     """
 
     max_tokens: int
@@ -61,6 +64,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    structured_output: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,67 @@ class Welcome(google.protobuf.message.Message):
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
 @typing.final
+class Choice(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: builtins.int
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 4096, none empty"""
+
+    def __init__(
+        self,
+        *,
+        choices: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["choices", b"choices"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Choice: typing_extensions.TypeAlias = Choice
+
+@typing.final
+class StructuredOutput(google.protobuf.message.Message):
+    """The form that an output must have (docs/structured-output.md). All of it together is at most 64 KiB."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """a JSON object"""
+    json_object: builtins.bool
+    """true: any JSON object"""
+    regex: builtins.str
+    """the whole output matches it; at most 8 KiB"""
+    grammar: builtins.str
+    """EBNF, as Lark writes it (rule `start`) or as GBNF (rule `root`)"""
+    @property
+    def choice(self) -> Global___Choice:
+        """the output is one of them"""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choice: Global___Choice | None = ...,
+        grammar: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_constraint: typing_extensions.TypeAlias = typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    _WhichOneofArgType_constraint: typing_extensions.TypeAlias = typing.Literal["constraint", b"constraint"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
+
+Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
+
+@typing.final
 class WorkerSampling(google.protobuf.message.Message):
     """How a worker chooses tokens; the router has checked the ranges and drawn the seed."""
 
@@ -227,6 +288,7 @@ class WorkerSampling(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """delivered ones included"""
     temperature: builtins.float
@@ -239,6 +301,10 @@ class WorkerSampling(google.protobuf.message.Message):
     min_tokens: builtins.int
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def structured_output(self) -> Global___StructuredOutput:
+        """unset: the output is free"""
+
     def __init__(
         self,
         *,
@@ -250,8 +316,11 @@ class WorkerSampling(google.protobuf.message.Message):
         seed: builtins.int = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         min_tokens: builtins.int = ...,
+        structured_output: Global___StructuredOutput | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["structured_output", b"structured_output"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerSampling: typing_extensions.TypeAlias = WorkerSampling

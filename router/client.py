@@ -11,13 +11,14 @@ Failures raise the errors of `pdcore.errors`: InvalidRequest names the field, Ov
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
-from protos import generation_pb2, generation_pb2_grpc
+from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from router.channels import client_options
 from router.wire_errors import error_of
 
@@ -32,7 +33,11 @@ Event = generation_pb2.GenerateEvent
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """See `Sampling` in generation.proto; None takes the default stated there."""
+    """See `Sampling` in generation.proto; None takes the default stated there.
+
+    At most one of `json_schema` (as text or as an object), `json_object`, `regex`, `choice` and `grammar` says which
+    form the output must have.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -44,6 +49,11 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     min_tokens: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +120,23 @@ def _sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         min_tokens=sampling.min_tokens,
+        structured_output=_structured_message(sampling),
     )
+
+
+def _structured_message(sampling: Sampling) -> worker_pb2.StructuredOutput | None:
+    schema = sampling.json_schema
+    fields: dict[str, Any] = {
+        "json_schema": schema if schema is None or isinstance(schema, str) else json.dumps(schema),
+        "json_object": sampling.json_object or None,
+        "regex": sampling.regex,
+        "choice": worker_pb2.Choice(choices=sampling.choice) if sampling.choice else None,
+        "grammar": sampling.grammar,
+    }
+    asked = {name: value for name, value in fields.items() if value is not None}
+    if len(asked) > 1:
+        raise ValueError(f"at most one of {', '.join(fields)} may be given, got {' and '.join(asked)}")
+    return worker_pb2.StructuredOutput(**asked) if asked else None
 
 
 def _chat_message(messages: Sequence[Any]) -> generation_pb2.Chat:

@@ -15,6 +15,7 @@ from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
 from pdcore.types import SamplingParams
 from protos import generation_pb2
+from protos.convert import structured_from_proto
 from router.admission import PriorityClass
 from router.tokenizer import GenerationDefaults, TextModel
 
@@ -92,6 +93,7 @@ async def validate(
 
     Raises:
         InvalidRequest, UnknownModel: see generation.proto for what is allowed.
+        Overloaded: too many structured outputs wait to be checked.
     """
     check_model(message.model, served_name)
     request_id = _request_id(message.request_id, in_flight)
@@ -109,6 +111,8 @@ async def validate(
     stops = _stops(sampling.stop)
     prompt = await _prompt_tokens(message, text_model, limits)
     params = _params(sampling, text_model, stop_token_ids, len(prompt), limits)
+    if params.structured_output is not None:  # last, since it costs most
+        await text_model.structures.check(params.structured_output, limits.vocab_size)
     return GenerationRequest(
         request_id=request_id,
         prompt=tuple(prompt),
@@ -310,6 +314,7 @@ def _params(
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         stop_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
         min_tokens=min_tokens,
+        structured_output=structured_from_proto(sampling),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import grpc
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect, fail, failed_call
+from cluster.cli.structured import structured_output
 from cluster.timeline import Answer, timeline_table
 from protos import generation_pb2, generation_pb2_grpc
 
@@ -38,6 +40,15 @@ def generate(
     stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
     min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The output is JSON that fits the schema in this file.", metavar="FILE")
+    ] = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="The output is a JSON object.")] = False,
+    regex: Annotated[str | None, typer.Option(help="The output matches this regular expression.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The output is this string; may be repeated.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="The output follows the EBNF in this file (Lark or GBNF).", metavar="FILE")
+    ] = None,
     kv_codec: Annotated[
         str, typer.Option(help="How the prompt's KV travels: auto or a codec; default: the cluster's setting.")
     ] = "",
@@ -59,6 +70,8 @@ def generate(
 
       cat essay.txt | pdserve generate --max-tokens 200 --temperature 0
 
+      pdserve generate --chat "Is 91 prime?" --choice yes --choice no
+
       pdserve generate --token-ids "504 3575 282" --json --address 127.0.0.1:50051
     """
     if system is not None and not chat:
@@ -76,6 +89,7 @@ def generate(
     }
     texts = {"--model": model, "--request-id": request_id, "--cache-salt": cache_salt, "--kv-codec": kv_codec}
     texts |= {"--system": system or "", "the prompt": prompt or ""} | {"--stop": "".join(stop or ())}
+    texts |= {"--regex": regex or "", "--choice": "".join(choice or ())}
     for name, text in texts.items():
         if not _is_text(text):
             raise fail(f"{name} is not valid UTF-8", EXIT_USAGE)
@@ -84,6 +98,9 @@ def generate(
     )
     _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
     request.sampling.MergeFrom(generation_pb2.Sampling(stop=stop or [], ignore_eos=ignore_eos))
+    structured = structured_output(json_schema, json_object, regex, choice, grammar)
+    if structured is not None:
+        request.sampling.structured_output.CopyFrom(structured)
     for name, value in {**sampling, "stop_token": stop_token}.items():
         if value is not None:
             _set_sampling(request.sampling, name, value)

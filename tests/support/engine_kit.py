@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.engine import Engine, SequenceKind, StepResult, TokenOut
+from engine.structured import OutputGuards
 from pdcore.clock import Clock, ManualClock
 from pdcore.config import EngineConfig, SchedulerConfig
+from pdcore.structured import StructuredOutput
 from pdcore.types import RequestKey, RequestSpec, SamplingParams
 from tests.support.fake_runner import FakeRunner
 
@@ -23,6 +25,7 @@ def make_engine(
     local_prefill_tokens: int = 64,
     on_pressure: Callable[[str], None] | None = None,
     clock: Clock | None = None,
+    guards: OutputGuards | None = None,
 ) -> Engine:
     """An engine with these scheduler limits, on a clock that stands still."""
     config = EngineConfig(
@@ -33,7 +36,7 @@ def make_engine(
         scheduler=SchedulerConfig(budget, max_num_seqs, chunk, local_prefill_tokens),
     )
     pressure = on_pressure or (lambda owner: None)
-    return Engine(runner, config, clock or ManualClock(), pressure, max_reserved_fraction)
+    return Engine(runner, config, clock or ManualClock(), pressure, max_reserved_fraction, guards=guards)
 
 
 def request(
@@ -52,13 +55,22 @@ def request(
     min_p: float = 0.0,
     vocab_size: int = 256,
     salt: str = "",
+    structured: StructuredOutput | None = None,
 ) -> RequestSpec:
     """A request; a number as the prompt stands for that many tokens that depend on the name."""
     if isinstance(prompt, int):
         start = sum(name.encode())
         prompt = [(start + 7 * i * i + i) % vocab_size for i in range(prompt)]
     params = SamplingParams(
-        max_tokens, temperature, top_k, top_p, min_p, seed=seed, stop_token_ids=tuple(stop), min_tokens=min_tokens
+        max_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seed=seed,
+        stop_token_ids=tuple(stop),
+        min_tokens=min_tokens,
+        structured_output=structured,
     )
     return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt)
 

@@ -1,0 +1,158 @@
+"""What structured output costs: compiling, the masks of a step, and taking a token, on one tokenizer.
+
+    python benchmarks/structured.py [MODEL] [--json FILE]
+
+Every figure is of one thread unless it says otherwise. A "step" is the masks of a whole batch as the engine computes
+them beside the forward pass, and their application to the logits, which is not beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.model_store import resolve_model
+from engine.structured import OutputGuards, OutputState
+from engine.token_masks import keep_allowed
+from pdcore.grammar import GrammarCompiler
+from pdcore.structured import StructuredOutput, StructureKind
+from pdcore.types import SamplingParams
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "email": {"type": "string", "format": "email"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 5},
+        "address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string"},
+                "city": {"type": "string"},
+                "code": {"type": "string", "pattern": "^[0-9]{5}$"},
+            },
+            "required": ["street", "city"],
+        },
+    },
+    "required": ["name", "age", "email", "tags", "address"],
+}
+_GRAMMAR = 'start: term (("+" | "-" | "*") term)*\nterm: NUMBER | "(" start ")"\nNUMBER: /[0-9]+(\\.[0-9]+)?/\n'
+OUTPUTS = {
+    "json schema": StructuredOutput(StructureKind.JSON_SCHEMA, (json.dumps(_SCHEMA),)),
+    "json object": StructuredOutput(StructureKind.JSON_OBJECT),
+    "regex": StructuredOutput(StructureKind.REGEX, (r"[A-Z][a-z]+, [0-9]{1,2}\. (January|June|July) [0-9]{4}",)),
+    "choice of 1000": StructuredOutput(StructureKind.CHOICE, tuple(f"item number {i}" for i in range(1000))),
+    "grammar": StructuredOutput(StructureKind.GRAMMAR, (_GRAMMAR,)),
+}
+BATCHES = (1, 8, 32)
+
+
+class _Walk:
+    """Outputs that go on at random as their masks allow, and begin anew when they end."""
+
+    def __init__(self, guards: OutputGuards, output: StructuredOutput, count: int, end: int) -> None:
+        self._start: Callable[[], OutputState] = lambda: guards.start(
+            output, SamplingParams(1 << 20, stop_token_ids=(end,)), ()
+        )
+        self._end = end
+        self._choose = random.Random(0)
+        self.states = [self._start() for _ in range(count)]
+
+    def go_on(self, bits: np.ndarray) -> float:
+        """Seconds that taking one token of each took."""
+        seconds = 0.0
+        for index, row in enumerate(bits):
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            token = int(self._choose.choice(allowed))
+            started = time.perf_counter()
+            self.states[index].take_sampled(token)
+            seconds += time.perf_counter() - started
+            if token == self._end or self.states[index].complete:
+                self.states[index] = self._start()
+        return seconds
+
+
+def measure(folder: Path, steps: int) -> dict[str, object]:
+    """Times in microseconds."""
+    vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
+    started = time.perf_counter()
+    guards = OutputGuards.load(folder, vocab)
+    assert guards is not None
+    loaded = time.perf_counter() - started
+    compiler = guards._compiler
+    end = compiler.tokenizer.eos_token
+    rows: list[dict[str, object]] = []
+    for name, output in OUTPUTS.items():
+        compiled = _median(lambda output=output: GrammarCompiler(compiler.tokenizer).matcher(output), 5)
+        again = _median(lambda output=output: compiler.matcher(output), 50)
+        row: dict[str, object] = {"output": name, "compile_us": compiled, "again_us": again}
+        for count in BATCHES:
+            walk, masks_s, take_s = _Walk(guards, output, count, end), [], []
+            for _ in range(max(10, steps // count)):
+                started = time.perf_counter()
+                masks = guards.masks(walk.states)
+                masks.wait()
+                masks_s.append(time.perf_counter() - started)
+                take_s.append(walk.go_on(masks.bits) / count)
+            row[f"masks_{count}_us"] = 1e6 * statistics.median(masks_s)
+            row[f"masks_{count}_p99_us"] = 1e6 * sorted(masks_s)[int(0.99 * len(masks_s))]
+            row["take_us"] = 1e6 * statistics.median(take_s)
+        rows.append(row)
+    applied = {}
+    for count in BATCHES:
+        logits = torch.randn(count, vocab)
+        bits = np.full((count, compiler.mask_words), 0x5555, np.uint32)
+        fields = _Fields(np.arange(count, dtype=np.int32), bits)
+        applied[count] = _median(lambda logits=logits, fields=fields: keep_allowed(logits, fields), 50)
+    guards.close()
+    return {"vocab_size": vocab, "load_ms": 1e3 * loaded, "outputs": rows, "apply_us": applied}
+
+
+class _Fields:
+    def __init__(self, mask_rows: np.ndarray, mask_bits: np.ndarray) -> None:
+        self.mask_rows, self.mask_bits = mask_rows, mask_bits
+
+    def await_masks(self) -> None:
+        """They are there."""
+
+
+def _median(work: Callable[[], object], times: int) -> float:
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("model", nargs="?", default="smollm2-135m")
+    parser.add_argument("--steps", type=int, default=400, help="masks per output and batch size")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    arguments = parser.parse_args()
+    result = measure(resolve_model(arguments.model).path, arguments.steps)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"{result['vocab_size']} tokens; tokenizer taken apart in {result['load_ms']:.0f} ms. Microseconds:")
+    names = ["compile", "again", "take", *(f"masks of {n} (p99)" for n in BATCHES)]
+    print(f"{'':16}" + "".join(f"{name:>20}" for name in names))
+    for row in result["outputs"]:  # type: ignore[attr-defined]
+        cells = [f"{row[key]:.0f}" for key in ("compile_us", "again_us", "take_us")]
+        cells += [f"{row[f'masks_{n}_us']:.0f} ({row[f'masks_{n}_p99_us']:.0f})" for n in BATCHES]
+        print(f"{row['output']:16}" + "".join(f"{cell:>20}" for cell in cells))
+    applied = ", ".join(f"{count} rows {us:.0f}" for count, us in result["apply_us"].items())  # type: ignore[attr-defined]
+    print(f"applying masks to the logits: {applied}")
+
+
+if __name__ == "__main__":
+    main()
