@@ -451,7 +451,8 @@ class Engine:
             sequence.start(now, self._step_id)
             chunks.append(Chunk(key, start, end, start < sequence.num_known, block_ids))
             parts.append(Part(sequence, num_tokens))
-        step_input = build_step(self._step_id, parts, self._block_size, self._guards and self._guards.masks)
+        make_masks = None if self._guards is None else self._guards.masks
+        step_input = build_step(self._step_id, parts, self._block_size, make_masks)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
         self._in_flight = _InFlight(plan, sampled, frozenset(chunk.key for chunk in chunks), now)

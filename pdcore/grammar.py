@@ -10,12 +10,16 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pdcore.errors import InvalidRequest, ModelError
 from pdcore.structured import StructuredOutput, StructureKind
+
+if TYPE_CHECKING:  # there only for those who check types
+    from llguidance._lib import JsonCompileOptions
 
 CACHED_GRAMMARS = 64
 """Compiled grammars that are kept, the last used ones."""
@@ -34,7 +38,7 @@ _LIMITS = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-_JSON_DEFAULTS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
+_JSON_DEFAULTS: JsonCompileOptions = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,16}"}
 """Bounded white space: a small model goes on with it for ever where it may."""
 _MAX_PROBLEM_CHARS = 400
 
@@ -187,9 +191,18 @@ def _library_grammar(output: StructuredOutput) -> str:
 
 def _json_grammar(output: StructuredOutput, schema: str) -> str:
     try:
-        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_DEFAULTS)
+        return LLMatcher.grammar_from_json_schema(schema, defaults=None if _says_space(schema) else _JSON_DEFAULTS)
     except ValueError as error:
         raise _invalid(output, str(error)) from error
+
+
+def _says_space(schema: str) -> bool:
+    """Whether the schema itself says if there may be white space; a pattern by default would win over that."""
+    try:
+        options = json.loads(schema)["x-guidance"]
+    except (ValueError, TypeError, KeyError, RecursionError):  # what is no schema is for the library to refuse
+        return False
+    return isinstance(options, dict) and "whitespace_flexible" in options
 
 
 def _invalid(output: StructuredOutput, problem: str) -> InvalidRequest:

@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 import time
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from pdcore.errors import InvalidRequest, ModelError
 from pdcore.grammar import GrammarCompiler, load_tokenizer
@@ -32,13 +32,13 @@ _STACK_BYTES = 1 << 20  # of the compiling thread; those of workers have 2 MiB a
 _LENGTH = struct.Struct("<I")
 
 
-def write_frame(stream: BinaryIO, content: dict[str, Any]) -> None:
+def write_frame(stream: IO[bytes], content: dict[str, Any]) -> None:
     data = json.dumps(content).encode()
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def read_frame(stream: BinaryIO) -> dict[str, Any] | None:
+def read_frame(stream: IO[bytes]) -> dict[str, Any] | None:
     """None at the end of the stream."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
@@ -67,7 +67,7 @@ def verdict(compiler: GrammarCompiler, asked: dict[str, Any]) -> dict[str, str]:
     return {}
 
 
-def _serve(source: BinaryIO, sink: BinaryIO) -> None:
+def _serve(source: IO[bytes], sink: IO[bytes]) -> None:
     first = read_frame(source)
     if first is None:
         return

@@ -9,7 +9,7 @@ can gather and scatter as a real one, so that two fake runners can stand at the 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -118,8 +118,9 @@ class FakeRunner:
             0, self.geometry.num_layers, step.block_tables[s].tolist(), 0, int(step.context_lens[s])
         )
         seed = int(step.seeds[r]) if step.temperature[r] > 0 else 0
-        forbidden = step.forbidden_tokens[step.forbidden_rows == r].tolist()
-        forbidden += [] if r not in allowed else np.flatnonzero(~allowed[r]).tolist()
+        forbidden = set(step.forbidden_tokens[step.forbidden_rows == r].tolist())
+        if r in allowed:
+            forbidden.update(np.flatnonzero(~allowed[r]).tolist())
         position = int(step.sample_positions[r])
         return _choose(context, seed, int(step.sample_index[r]), position, forbidden, self.model.vocab_size)
 
@@ -228,7 +229,7 @@ def _extend(digest: int, token: int, position: int) -> int:
 
 
 def _choose(
-    context: torch.Tensor, seed: int, sample: int, position: int, forbidden: Sequence[int], vocab_size: int
+    context: torch.Tensor, seed: int, sample: int, position: int, forbidden: Collection[int], vocab_size: int
 ) -> int:
     digest = zlib.crc32(context.view(torch.uint8).numpy().tobytes())
     token = zlib.crc32(b"%d,%d,%d,%d" % (digest, seed, sample, position)) % vocab_size

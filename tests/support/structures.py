@@ -28,6 +28,7 @@ SCHEMA = {
     },
     "required": ["name", "age", "tags", "seen"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
 }
 PATTERN = r"(red|green|blue)-[0-9]{2,4}( [a-f]+){1,2}"
 CHOICES = ("yes", "no", "not sure", "nobody knows")

@@ -140,7 +140,7 @@ class TestTheEnd:
 class TestAcrossWorkers:
     @pytest.mark.parametrize("name", EXAMPLES)
     def test_replays_at_every_token_go_on_alike(self, name: str) -> None:
-        spec = asked(name, EXAMPLES[name].output, max_tokens=40)
+        spec = asked(name, EXAMPLES[name].output, max_tokens=16)
         ids = tokens_of(generate(make_engine(fake_runner(), guards=GUARDS), spec), spec)
         for count in range(1, len(ids)):
             again = replace(spec, delivered=tuple(ids[:count]))
