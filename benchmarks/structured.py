@@ -1,9 +1,9 @@
 """What structured output costs: compiling, the masks of a step, and taking a token, on one tokenizer.
 
-    python benchmarks/structured.py [MODEL] [--json FILE]
+    python -m benchmarks.structured [MODEL] [--json FILE]
 
-Every figure is of one thread unless it says otherwise. A "step" is the masks of a whole batch as the engine computes
-them beside the forward pass, and their application to the logits, which is not beside it.
+The masks of a batch are computed as the engine does it, in one call that takes every core it gets. ``--engine`` adds
+whole decode steps of the model, free and structured ones in turn.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from engine.engine import Engine
+from engine.loader import load_runner
 from engine.model_store import resolve_model
+from engine.sequence import SequenceKind
 from engine.structured import OutputGuards, OutputState
 from engine.token_masks import keep_allowed
+from pdcore.config import EngineConfig
 from pdcore.grammar import GrammarCompiler
 from pdcore.structured import StructuredOutput, StructureKind
-from pdcore.types import SamplingParams
+from pdcore.types import RequestKey, RequestSpec, SamplingParams
 
 _SCHEMA = {
     "type": "object",
@@ -81,8 +86,8 @@ class _Walk:
         return seconds
 
 
-def measure(folder: Path, steps: int) -> dict[str, object]:
-    """Times in microseconds."""
+def measure(folder: Path, steps: int, threads: int) -> dict[str, object]:
+    """Times in microseconds unless they say otherwise; steps of the engine only if it gets `threads`."""
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     started = time.perf_counter()
     guards = OutputGuards.load(folder, vocab)
@@ -113,8 +118,39 @@ def measure(folder: Path, steps: int) -> dict[str, object]:
         bits = np.full((count, compiler.mask_words), 0x5555, np.uint32)
         fields = _Fields(np.arange(count, dtype=np.int32), bits)
         applied[count] = _median(lambda logits=logits, fields=fields: keep_allowed(logits, fields), 50)
+    result = {"vocab_size": vocab, "load_ms": 1e3 * loaded, "outputs": rows, "apply_us": applied}
+    if threads:
+        result["engine_ms"] = engine_steps(folder, guards, end, threads)
     guards.close()
-    return {"vocab_size": vocab, "load_ms": 1e3 * loaded, "outputs": rows, "apply_us": applied}
+    return result
+
+
+def engine_steps(folder: Path, guards: OutputGuards, end: int, threads: int) -> list[dict[str, object]]:
+    """Milliseconds of decode steps of a batch, of which all outputs are free, or all are structured."""
+    torch.set_num_threads(threads)
+    config = EngineConfig(str(folder), "benchmark", num_blocks=512, threads=threads, prefix_cache=False)
+    engine = Engine(load_runner(config), config, guards=guards)
+    rows: list[dict[str, object]] = []
+    for count in BATCHES:
+        row: dict[str, object] = {"sequences": count}
+        for name in ("free", "structured", "free again"):
+            output = OUTPUTS["json schema"] if name == "structured" else None
+            params = SamplingParams(48, temperature=0.8, stop_token_ids=(end,), structured_output=output)
+            for index in range(count):
+                key = RequestKey(f"{name}-{index}", count)
+                spec = RequestSpec(key, tuple(range(100, 132)), replace(params, seed=index))
+                engine.add(spec, SequenceKind.GENERATE)
+            seconds = []
+            while (plan := engine.schedule()) is not None:
+                started = time.perf_counter()
+                result = engine.apply(plan, engine.execute(plan))
+                if plan.step_input.num_decodes == count:
+                    seconds.append(time.perf_counter() - started)
+                for key, error in result.rejected:
+                    raise SystemExit(f"{key}: {error}")
+            row[name] = 1e3 * statistics.median(seconds)
+        rows.append(row)
+    return rows
 
 
 class _Fields:
@@ -138,9 +174,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("model", nargs="?", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=400, help="masks per output and batch size")
+    parser.add_argument(
+        "--engine", type=int, default=0, metavar="THREADS", help="decode steps too, on so many threads"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there too")
     arguments = parser.parse_args()
-    result = measure(resolve_model(arguments.model).path, arguments.steps)
+    result = measure(resolve_model(arguments.model).path, arguments.steps, arguments.engine)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{result['vocab_size']} tokens; tokenizer taken apart in {result['load_ms']:.0f} ms. Microseconds:")
@@ -152,6 +191,9 @@ def main() -> None:
         print(f"{row['output']:16}" + "".join(f"{cell:>20}" for cell in cells))
     applied = ", ".join(f"{count} rows {us:.0f}" for count, us in result["apply_us"].items())  # type: ignore[attr-defined]
     print(f"applying masks to the logits: {applied}")
+    for row in result.get("engine_ms", ()):  # type: ignore[attr-defined]
+        cells = ", ".join(f"{name} {row[name]:.1f} ms" for name in ("free", "structured", "free again"))
+        print(f"decode step of {row['sequences']}: {cells}")
 
 
 if __name__ == "__main__":

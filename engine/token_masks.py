@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_NEVER = torch.tensor(-torch.inf)
+
 
 class MaskFields(Protocol):
     """The fields of `engine.step.StepInput` that are read here; shapes and dtypes are described there."""
@@ -33,8 +35,9 @@ def keep_allowed(logits: torch.Tensor, fields: MaskFields) -> torch.Tensor:
     if len(fields.mask_rows) == 0:
         return logits
     fields.await_masks()
-    words = np.ascontiguousarray(fields.mask_bits, "<u4")
-    bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    left_out = torch.from_numpy(bits == 0)
-    rows = torch.from_numpy(fields.mask_rows.astype(np.int64))
-    return logits.index_copy(0, rows, logits[rows].masked_fill_(left_out, -torch.inf))
+    rows, vocab_size = logits.shape
+    # Spread to all rows while they are bits: that is a few kilobytes a row.
+    words = np.full((rows, fields.mask_bits.shape[1]), 0xFFFFFFFF, "<u4")
+    words[fields.mask_rows] = fields.mask_bits
+    left_out = np.unpackbits((~words).view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
+    return torch.where(torch.from_numpy(left_out), _NEVER, logits)
