@@ -26,6 +26,7 @@ from pdcore.config import (
     WorkerConfig,
     convertible,
 )
+from pdcore.costs import AUTO
 from pdcore.errors import ConfigError, ModelError
 from pdcore.types import KvGeometry, Role
 
@@ -102,7 +103,21 @@ class PoolSection(Section):
         return self
 
 
-class AggregatedSection(PoolSection):
+class GeneratingSection(PoolSection):
+    """A pool whose workers generate, so that memory can run short under their sequences."""
+
+    swap_memory: Annotated[ByteSize, Field(ge=0)] = Field(
+        default=ByteSize(0),
+        description="host memory of each worker for the KV of sequences that give way to others, e.g. 1GiB; 0: none",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        default="auto",
+        description="what becomes of a sequence that gives way; swap: its KV goes to swap_memory and comes back, "
+        "recompute: it is computed again, auto: what costs less",
+    )
+
+
+class AggregatedSection(GeneratingSection):
     """The pool that a cluster has only when asked for."""
 
     workers: int = Field(default=0, ge=0, le=1024, description="how many workers the pool has")
@@ -234,11 +249,18 @@ class ClusterConfig(Section):
         default="bfloat16", description="type of weights, arithmetic and KV cache, of pools that name no other"
     )
     device: Literal["cpu"] = Field(default="cpu", description="where the model runs")
+    model_impl: Literal["auto", "native", "transformers"] = Field(
+        default="auto",
+        description="native: this project's own implementation; transformers: that library's modelling code on this "
+        "project's paged attention; auto: native where there is one for the model, else transformers",
+    )
     max_model_len: PositiveInt | None = Field(
         default=None, description="prompt and output tokens of one request; default: the model's own limit"
     )
     prefill: PoolSection = Field(default=PoolSection(), description="workers that compute prompts")
-    decode: PoolSection = Field(default=PoolSection(), description="workers that generate from transferred KV")
+    decode: GeneratingSection = Field(
+        default=GeneratingSection(), description="workers that generate from transferred KV"
+    )
     aggregated: AggregatedSection = Field(
         default=AggregatedSection(), description="workers that do both by themselves"
     )
@@ -382,10 +404,11 @@ class ClusterConfig(Section):
             scheduler = SchedulerConfig(**pool.scheduler.model_dump())
         except ConfigError as error:
             raise ConfigError(f"{role}.{error.key}", error.value, error.allowed) from error
-        return WorkerConfig(
-            worker_id=worker_id,
-            role=role,
-            engine=EngineConfig(
+        swap_memory, preemption = 0, AUTO
+        if isinstance(pool, GeneratingSection):
+            swap_memory, preemption = int(pool.swap_memory), pool.preemption
+        try:
+            engine = EngineConfig(
                 model_path=model_path,
                 served_name=served_name,
                 device=self.device,
@@ -396,8 +419,18 @@ class ClusterConfig(Section):
                 threads=plan.threads if pool.threads == "auto" else pool.threads,
                 cpu_affinity=plan.engine if pool.cpu_affinity == "auto" else pool.cpu_affinity,
                 prefix_cache=pool.prefix_cache,
+                swap_memory=swap_memory,
+                preemption=preemption,
                 scheduler=scheduler,
-            ),
+                model_impl=self.model_impl,
+            )
+        except ConfigError as error:  # of the two keys that must fit together
+            key = error.key.replace("engine", role, 1)
+            raise ConfigError(key, error.value, error.allowed) from error
+        return WorkerConfig(
+            worker_id=worker_id,
+            role=role,
+            engine=engine,
             transfer=self._transfer_config(plan, host),
             host=host,
             controller=controller,
@@ -429,9 +462,14 @@ class ClusterConfig(Section):
 
     def _num_blocks(self, role: Role, model_path: Path) -> int:
         pool = self.pool(role)
-        if pool.num_blocks is not None:
+        swap_memory = int(pool.swap_memory) if isinstance(pool, GeneratingSection) else 0
+        if pool.num_blocks is not None and not swap_memory:
             return pool.num_blocks
         block_bytes = pool.block_size * kv_bytes_per_token(model_path, self.pool_dtype(role))
+        if 0 < swap_memory < block_bytes:
+            raise ConfigError(f"{role}.swap_memory", swap_memory, f"0, or at least one block: {block_bytes} bytes")
+        if pool.num_blocks is not None:
+            return pool.num_blocks
         if pool.kv_memory < block_bytes:
             raise ConfigError(f"{role}.kv_memory", int(pool.kv_memory), f"at least one block: {block_bytes} bytes")
         return int(pool.kv_memory) // block_bytes
@@ -450,6 +488,8 @@ def kv_shape(model_path: Path, dtype: str) -> KvGeometry:
     """
     try:
         shape = json.loads((model_path / "config.json").read_text())
+        if isinstance(shape, dict) and "num_attention_heads" not in shape:
+            shape = _shape_by_transformers(model_path)
         heads = shape["num_attention_heads"]
         return KvGeometry(
             model_digest="",
@@ -462,3 +502,12 @@ def kv_shape(model_path: Path, dtype: str) -> KvGeometry:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{model_path / 'config.json'} does not give the model's shape: {error!r}") from error
+
+
+def _shape_by_transformers(model_path: Path) -> dict[str, int]:
+    """Of a model whose config has names of its own for these things, e.g. ``n_head``."""
+    from transformers import AutoConfig  # here, for it takes seconds and few models need it
+
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+    return {key: value for key in keys if (value := getattr(config, key, None)) is not None}

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from rich.markup import escape
 from rich.table import Table
 
+from pdcore.logprobs import Logprobs
 from protos import generation_pb2
+from protos.convert import logprobs_from_proto
 
 _REASONS = {
     generation_pb2.FINISH_REASON_UNSPECIFIED: "error",
@@ -31,11 +33,17 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     end: generation_pb2.End | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
     def add(self, event: generation_pb2.GenerateEvent) -> None:
         """Take one event of the stream."""
         self.text += event.text
         self.token_ids.extend(event.token_ids)
+        if event.HasField("logprobs"):
+            self.logprobs.append(logprobs_from_proto(event.logprobs))
+        if event.HasField("prompt_logprobs"):
+            self.prompt_logprobs.append(logprobs_from_proto(event.prompt_logprobs))
         if event.HasField("end"):
             self.end = event.end
 

@@ -25,7 +25,7 @@ from kv_transfer.receiver import KvReceiver
 from pdcore.errors import PdserveError, TicketError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
-from worker.events import prefill_notice, token_event
+from worker.events import prefill_notice, prompt_logprobs_notice, token_event
 from worker.handler import NoRoom, NotMyRole, Reporter, TransferLoad, failed_notice, stats_notice
 
 _REVOKED = "revoked: a running sequence needs the blocks"
@@ -174,6 +174,8 @@ class DecodeHandler:
         self._faults.hit("decode.after_step")
         for stats in result.prefilled:
             self._reporter.notice(stats.key, prefill_notice(stats))
+        for scored in result.prompt_logprobs:
+            self._reporter.notice(scored.key, prompt_logprobs_notice(scored.logprobs))
         self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
         for key, error in result.rejected:
             self._reporter.notice(key, failed_notice(error))

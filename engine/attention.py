@@ -3,8 +3,14 @@
 `plan_attention` turns the flat arrays of a step into groups of sequences once per step; `attend` runs one layer. The
 layer loop then does a fixed, small number of tensor operations per group, whatever number of sequences is in it.
 
+Sequences that decode go to our own code where the arithmetic is float32 (`engine.native.attention`), which reads the
+cache where it lies.
+
 torch's own scaled_dot_product_attention is not used: with its few query heads per KV head it is about half as fast
 here as a matrix product with those heads folded into the rows, softmax, and a second product.
+
+A plan may have a window: a query at position p then sees only the keys at positions above ``p - window``. Blocks that
+no query of a step sees are not read; they stay in the cache, for the prefix cache and for transfers.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.kv_cache import PagedKvCache
+from engine.native.attention import DecodeKernel, decode_kernel
 from engine.step import StepInput
 
 _DECODE_KV_BYTES = 3 << 19  # gathered K and V of one decode group: about what a core's own cache holds
@@ -26,16 +33,28 @@ _PADDING = 1.25  # padded work of a group may be this many times the real work
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Query heads, KV heads and head size. Query head h reads KV head ``h // (num_heads // num_kv_heads)``."""
+    """Query heads, KV heads and head size. Query head h reads KV head ``h // (num_heads // num_kv_heads)``.
+
+    Attributes:
+        scale: factor of the scores; None is ``head_dim ** -0.5``.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; None leaves them.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float | None = None
+    softcap: float | None = None
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +88,14 @@ class _Tile:
 
     Attributes:
         rows: token rows, sequence by sequence, all of the same count (repeated ones are padding).
-        keys: how many tokens of the context any of the queries may see.
+        first_key, keys: the queries see tokens [first_key, keys) of the context at most.
         mask: added to the scores of the last ``mask.shape[-1]`` keys; broadcasts over [g, head group, queries, keys].
         keep: which of the output rows are real, and the token rows that they belong to; None: all, in order.
     """
 
     queries: int
     rows: slice | torch.Tensor
+    first_key: int
     keys: int
     mask: torch.Tensor
     keep: tuple[torch.Tensor, torch.Tensor] | None
@@ -91,17 +111,27 @@ class _PrefillGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's groups, and `write_slots`: int64 [T * 2 * kv_heads], rows of `PagedKvCache.slots_of` for K and V."""
+    """How a step's tokens are attended to.
+
+    Attributes:
+        write_slots: int64 [T * 2 * kv_heads]; rows of `PagedKvCache.slots_of` for K and V.
+        kernel: does all sequences with one query token, in place of `decodes`; None where it cannot.
+    """
 
     write_slots: torch.Tensor
+    kernel: DecodeKernel | None
     decodes: tuple[_DecodeGroup, ...]
     prefills: tuple[_PrefillGroup, ...]
 
 
-def plan_attention(step: StepInput, cache: PagedKvCache, shape: HeadShape, dtype: torch.dtype) -> AttentionPlan:
-    """Group the sequences of a step. `dtype` is that of scores and masks."""
-    planner = _Planner(step, cache, shape, dtype)
-    return AttentionPlan(planner.write_slots(), planner.decode_groups(), planner.prefill_groups())
+def plan_attention(
+    step: StepInput, cache: PagedKvCache, shape: HeadShape, dtype: torch.dtype, window: int | None = None
+) -> AttentionPlan:
+    """Group the sequences of a step. `dtype` is that of scores and masks. `window`: see the module; None is all."""
+    planner = _Planner(step, cache, shape, dtype, window)
+    kernel = planner.decode_kernel()
+    decodes = planner.decode_groups() if kernel is None else ()
+    return AttentionPlan(planner.write_slots(), kernel, decodes, planner.prefill_groups())
 
 
 def write_kv(plan: AttentionPlan, cache: PagedKvCache, layer: int, kv: torch.Tensor) -> None:
@@ -120,6 +150,9 @@ def attend(plan: AttentionPlan, cache: PagedKvCache, layer: int, q: torch.Tensor
         [T, num_heads * head_dim] in the same dtype.
     """
     out = torch.empty(q.shape, dtype=q.dtype)
+    if plan.kernel is not None:
+        decodes = slice(plan.kernel.num_seqs)
+        plan.kernel(cache.slots_of(layer), q[decodes], out[decodes], shape.score_scale)
     for group in plan.decodes:
         keys, values = _gather(group.context, cache, layer, q.dtype)
         out[group.rows] = _attend_decodes(group, q[group.rows], keys, values, shape)
@@ -154,7 +187,10 @@ def _attend_decodes(
     """`q` [g, num_heads * head_dim] -> the same shape."""
     seqs, kv_heads, size = group.context.num_seqs, shape.num_kv_heads, shape.head_dim
     folded = q.reshape(seqs, kv_heads, shape.group, size).transpose(0, 1).reshape(-1, shape.group, size)
-    scores = torch.baddbmm(group.mask, folded, keys.transpose(1, 2), alpha=size**-0.5)
+    if shape.softcap is None:
+        scores = torch.baddbmm(group.mask, folded, keys.transpose(1, 2), alpha=shape.score_scale)
+    else:
+        scores = _capped(torch.bmm(folded * shape.score_scale, keys.transpose(1, 2)), shape.softcap).add_(group.mask)
     mixed = torch.bmm(torch.softmax(scores, -1), values)
     return mixed.view(kv_heads, seqs, shape.group, size).transpose(0, 1).reshape(seqs, -1)
 
@@ -164,21 +200,33 @@ def _attend_tile(
 ) -> torch.Tensor:
     """`q` [g * queries, num_heads * head_dim] -> the same shape."""
     kv_heads, group, size, queries = shape.num_kv_heads, shape.group, shape.head_dim, tile.queries
-    seqs = keys.shape[0] // kv_heads
+    seqs, seen = keys.shape[0] // kv_heads, slice(tile.first_key, tile.keys)
     folded = q.reshape(seqs, queries, kv_heads, group, size).permute(2, 0, 3, 1, 4)
     folded = folded.reshape(kv_heads * seqs, group * queries, size)
-    scores = torch.bmm(folded * size**-0.5, keys[:, : tile.keys].transpose(1, 2))
-    masked = scores.view(kv_heads, seqs, group, queries, tile.keys)[..., tile.keys - tile.mask.shape[-1] :]
+    scores = torch.bmm(folded * shape.score_scale, keys[:, seen].transpose(1, 2))
+    if shape.softcap is not None:
+        scores = _capped(scores, shape.softcap)
+    masked = scores.view(kv_heads, seqs, group, queries, -1)[..., scores.shape[-1] - tile.mask.shape[-1] :]
     masked.add_(tile.mask)
-    mixed = torch.bmm(torch.softmax(scores, -1), values[:, : tile.keys])
+    mixed = torch.bmm(torch.softmax(scores, -1), values[:, seen])
     mixed = mixed.view(kv_heads, seqs, group, queries, size).permute(1, 3, 0, 2, 4)
     return mixed.reshape(seqs * queries, -1)
 
 
-class _Planner:
-    """Builds the groups of one step. Arrays are NumPy until they are final."""
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return scores.div_(softcap).tanh_().mul_(softcap)
 
-    def __init__(self, step: StepInput, cache: PagedKvCache, shape: HeadShape, dtype: torch.dtype) -> None:
+
+class _Planner:
+    """Builds the groups of one step. Arrays are NumPy until they are final.
+
+    With a window, the blocks before the first that any query of a sequence sees are left out, as if the sequence
+    began behind them: `_lengths` and `_num_blocks` count from block `_first` of the sequence on.
+    """
+
+    def __init__(
+        self, step: StepInput, cache: PagedKvCache, shape: HeadShape, dtype: torch.dtype, window: int | None
+    ) -> None:
         self._step, self._cache, self._shape, self._dtype = step, cache, shape, dtype
         self._itemsize = dtype.itemsize
         self._block_size = cache.geometry.block_size
@@ -187,11 +235,33 @@ class _Planner:
         self._num_blocks = -(-self._lengths // self._block_size)
         self._queries = np.diff(step.query_start).astype(np.int64)
         self._triangle: torch.Tensor | None = None
+        self._window = window
+        self._first: NDArray[np.int64] | None = None
+        if window is not None:
+            self._first = np.maximum(self._lengths - self._queries + 1 - window, 0) // self._block_size
+            self._lengths -= self._first * self._block_size
+            self._num_blocks -= self._first
 
     def write_slots(self) -> torch.Tensor:
         plane = (self._cache.geometry.num_blocks + 1) * self._block_size
         slots = self._step.slot_mapping[:, None] + self._planes[None] * plane
         return torch.from_numpy(slots.reshape(-1))
+
+    def decode_kernel(self) -> DecodeKernel | None:
+        """Sequences with one query token come first, in the order of their rows."""
+        count, shape, geometry = self._step.num_decodes, self._shape, self._cache.geometry
+        if self._dtype is not torch.float32 or shape.softcap is not None:
+            return None
+        return decode_kernel(
+            self._step.block_tables[:count],
+            self._step.context_lens[:count],
+            kv_heads=shape.num_kv_heads,
+            group=shape.group,
+            head_dim=shape.head_dim,
+            block_size=self._block_size,
+            num_blocks=geometry.num_blocks + 1,
+            window=self._window,
+        )
 
     def decode_groups(self) -> tuple[_DecodeGroup, ...]:
         count = self._step.num_decodes
@@ -219,7 +289,10 @@ class _Planner:
 
     def _decode_group(self, seqs: NDArray[np.int64]) -> _DecodeGroup:
         context = self._context(seqs)
-        visible = np.arange(context.length)[None] < self._lengths[seqs, None]
+        tokens, lengths = np.arange(context.length)[None], self._lengths[seqs, None]
+        visible = tokens < lengths
+        if self._window is not None:
+            visible &= tokens >= lengths - self._window
         mask = torch.from_numpy(np.where(visible, 0.0, -np.inf)).to(self._dtype)
         mask = mask.repeat(self._shape.num_kv_heads, 1).unsqueeze(1)
         return _DecodeGroup(context, _rows(self._step.query_start[seqs].astype(np.int64)), mask)
@@ -232,11 +305,12 @@ class _Planner:
         tiles = []
         start = 0
         while start < queries:
-            row_bytes = self._shape.num_heads * self._itemsize * (before + start + _MIN_TILE)
+            first_key = self._first_key(before + start)
+            row_bytes = self._shape.num_heads * self._itemsize * (before + start + _MIN_TILE - first_key)
             size = min(max(_SCORE_BYTES // row_bytes, _MIN_TILE), _MAX_TILE, queries - start)
             keys = before + start + size
             rows = slice(first_row + start, first_row + start + size)
-            tiles.append(_Tile(size, rows, keys, self._causal(size), None))
+            tiles.append(_Tile(size, rows, first_key, keys, self._causal(size, keys - first_key), None))
             start += size
         return _PrefillGroup(context, tuple(tiles))
 
@@ -250,18 +324,26 @@ class _Planner:
         rows = self._step.query_start[seqs].astype(np.int64)[:, None] + np.where(real, offsets, 0)
         # A query at position p sees keys 0..p. A padding query repeats the sequence's first one.
         positions = (self._lengths[seqs] - queries)[:, None] + np.where(real, offsets, 0)
-        visible = np.arange(context.length)[None, None] <= positions[:, :, None]
+        tokens = np.arange(context.length)[None, None]
+        visible = tokens <= positions[:, :, None]
+        if self._window is not None:
+            visible &= tokens > positions[:, :, None] - self._window
         mask = torch.from_numpy(np.where(visible, 0.0, -np.inf)).to(self._dtype).unsqueeze(1)
         keep = None
         if not real.all():
             keep = (torch.from_numpy(np.flatnonzero(real)), torch.from_numpy(rows[real]))
-        tile = _Tile(longest, torch.from_numpy(rows.reshape(-1)), context.length, mask, keep)
+        tile = _Tile(longest, torch.from_numpy(rows.reshape(-1)), 0, context.length, mask, keep)
         return _PrefillGroup(context, (tile,))
 
     def _context(self, seqs: NDArray[np.int64]) -> _Context:
         width = int(self._num_blocks[seqs].max())
         used = np.arange(width)[None] < self._num_blocks[seqs, None]
-        table = np.where(used, self._step.block_tables[seqs, :width], self._cache.zero_block)
+        if self._first is None:
+            ids = self._step.block_tables[seqs, :width]
+        else:
+            columns = self._first[seqs, None] + np.arange(width)[None]
+            ids = self._step.block_tables[seqs[:, None], np.minimum(columns, self._step.block_tables.shape[1] - 1)]
+        table = np.where(used, ids, self._cache.zero_block)
         plane = self._cache.geometry.num_blocks + 1
         blocks = self._planes[:, None] * plane + table.reshape(1, -1).astype(np.int64)
         length = width * self._block_size
@@ -275,8 +357,19 @@ class _Planner:
             torch.from_numpy(stale) if len(stale) else None,
         )
 
-    def _causal(self, size: int) -> torch.Tensor:
-        """[size, size]: -inf above the diagonal."""
+    def _first_key(self, query: int) -> int:
+        """The first token that the query at token `query` sees."""
+        return 0 if self._window is None else max(query + 1 - self._window, 0)
+
+    def _causal(self, size: int, keys: int) -> torch.Tensor:
+        """The mask of `size` adjacent queries, the last of which is the last of `keys` tokens.
+
+        [size, size], -inf above the diagonal; or [size, keys] if the window hides tokens from some of them.
+        """
+        if self._window is not None and keys > self._window:
+            queries, tokens = np.arange(keys - size, keys)[:, None], np.arange(keys)[None]
+            visible = (tokens <= queries) & (tokens > queries - self._window)
+            return torch.from_numpy(np.where(visible, 0.0, -np.inf)).to(self._dtype)
         if self._triangle is None or len(self._triangle) < size:
             self._triangle = torch.full((size, size), -torch.inf, dtype=self._dtype).triu(1)
         return self._triangle[:size, :size]

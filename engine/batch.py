@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.scoring import ScoredSpan, join_spans
 from engine.sequence import Sequence
 from engine.step import StepInput
 from engine.structured import NO_MASKS, OutputState, StepMasks
+from engine.token_rules import Ruled, join_rules
 
 
 class Part(NamedTuple):
@@ -23,6 +25,19 @@ class Part(NamedTuple):
     def samples(self) -> bool:
         """Whether the part ends at the last known token, so that the next one is sampled."""
         return self.num_tokens == self.sequence.remaining
+
+    @property
+    def scored(self) -> ScoredSpan | None:
+        """The prompt tokens whose log-probabilities are to be reported and come from this part; None if there are
+        none: position p's come from the token before it."""
+        sequence = self.sequence
+        if sequence.num_scored >= sequence.num_prompt:
+            return None
+        start = max(sequence.num_computed + 1, sequence.num_scored)
+        end = min(sequence.num_computed + self.num_tokens + 1, sequence.num_prompt)
+        if start >= end:
+            return None
+        return ScoredSpan(sequence.key, start, end, sequence.spec.params.prompt_logprobs or 0)
 
 
 def build_step(
@@ -72,6 +87,19 @@ def build_step(
     if structured:
         assert make_masks is not None
         masks = make_masks([output for _, output in structured])
+    ruled = [
+        Ruled(r, sequence.rules, sequence.buffer[: sequence.num_tokens])
+        for r, sequence in enumerate(sampling)
+        if sequence.rules is not None
+    ]
+    logprobs = None
+    if any(p.logprobs is not None for p in params):
+        logprobs = np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32)
+    scored = [
+        (span, int(query_start[i]) - part.sequence.num_computed - 1, part.sequence.buffer)
+        for i, part in enumerate(parts)
+        if (span := part.scored) is not None
+    ]
     return StepInput(
         step_id=step_id,
         num_decodes=num_decodes,
@@ -96,4 +124,7 @@ def build_step(
         mask_rows=np.array([r for r, _ in structured], np.int32),
         mask_bits=masks.bits,
         await_masks=masks.wait,
+        rules=join_rules(ruled, len(sampled)),
+        logprobs=logprobs,
+        scores=join_spans(scored),
     )

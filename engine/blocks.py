@@ -17,10 +17,11 @@ class OwnerKind(StrEnum):
     SEQUENCE = "sequence"  # a sequence that computes, or waits for credit with its cache in place
     TICKET = "ticket"  # an uncommitted transfer that fills the block from another worker, or holds a cached one
     SEND = "send"  # a send session that still reads the block, its sequence having ended
+    SWAP = "swap"  # a copy to or from host memory that is under way
 
 
 class Owner(NamedTuple):
-    """One owner. `id` is a request key for sequences and sends, a ticket's name for tickets."""
+    """One owner. `id` is a ticket's name for tickets, and a request key for all others."""
 
     kind: OwnerKind
     id: str | RequestKey
@@ -32,6 +33,10 @@ class Owner(NamedTuple):
     @classmethod
     def send(cls, key: RequestKey) -> Owner:
         return cls(OwnerKind.SEND, key)
+
+    @classmethod
+    def swap(cls, key: RequestKey) -> Owner:
+        return cls(OwnerKind.SWAP, key)
 
     @classmethod
     def ticket(cls, name: str) -> Owner:
@@ -46,8 +51,12 @@ class BlockManager:
          |                      | release                    v
          |  allocate            v        transfer (first token, abort)
          +----------------------------> SEQUENCE ----------------------> SEND
-         ^                                  | release                     | release
-         +----------------------------------+-----------------------------+
+         |                                | ^ |                           |
+         |                swap out begins v | | release                   | release
+         |  allocate                SWAP ---+ | swap in has ended         |
+         +--------------------------> |       |                           |
+         ^                            |       |                           |
+         +----------------------------+-------+---------------------------+
 
     A block that is full and computed can be published to the prefix cache, from where later owners share it::
 
@@ -112,6 +121,14 @@ class BlockManager:
     def shared(self, owner: Owner) -> int:
         """How many of the owner's blocks have other owners too, and would not come free with this one."""
         return sum(self._refs[block] - (block in self.cache) > 1 for block in self._owned.get(owner, ()))
+
+    def shared_front(self, owner: Owner) -> int:
+        """How many of the owner's blocks, from the front, are cached and have other owners too."""
+        blocks = self._owned.get(owner, ())
+        count = 0
+        while count < len(blocks) and blocks[count] in self.cache and self._refs[blocks[count]] > 2:
+            count += 1
+        return count
 
     def allocated(self, owner: Owner) -> int:
         """How many of a ticket's blocks were allocated to it; it shares the others."""

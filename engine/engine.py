@@ -12,14 +12,17 @@ import numpy as np
 from engine.batch import Part, build_step
 from engine.blocks import BlockManager, Owner, OwnerKind
 from engine.integrity import check_engine
-from engine.plan import Chunk, PrefillStats, StepPlan, StepResult, TokenOut
+from engine.plan import Chunk, PrefillStats, PromptLogprobs, StepPlan, StepResult, TokenOut
+from engine.preemption import DECODE_WEIGHT
 from engine.prefix_cache import CacheEvents
-from engine.scheduler import ScheduleDecision, ticket_refusal
+from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, ticket_refusal
 from engine.scheduler import schedule as decide
+from engine.scoring import ScoredSpan, of_sample, of_spans
 from engine.sequence import Sequence, SequenceKind, SequenceState
 from engine.snapshot import queued_prefill_tokens, take_snapshot
-from engine.step import ModelRunner, StepOutput, StepProgress
+from engine.step import NO_TOKEN, KvCache, ModelRunner, StepOutput, StepProgress
 from engine.structured import OutputGuards, OutputState
+from engine.swap import Copier, Copy, SwapSpace, ThreadCopier
 from engine.ticket import Reservation, Ticket
 from engine.validation import check_request
 from pdcore.clock import Clock, MonotonicClock
@@ -41,12 +44,29 @@ class _InFlight:
 
     plan: StepPlan
     sampled: tuple[RequestKey, ...]  # in the order of the runner's output
+    scored: tuple[ScoredSpan, ...]  # likewise
     keys: frozenset[RequestKey]
     started: float
 
 
+def _logprob_rows(plan: StepPlan, flight: _InFlight) -> dict[RequestKey, int]:
+    """Which row of the step's log-probabilities belongs to whom."""
+    wanted = plan.step_input.logprobs
+    if wanted is None:
+        return {}
+    keys = [key for key, top in zip(flight.sampled, wanted.tolist(), strict=True) if top >= 0]
+    return {key: row for row, key in enumerate(keys)}
+
+
 def _no_pressure(owner: str) -> None:
     """For engines whose tickets are never revoked: they go by commit, release or lease."""
+
+
+def _nothing(*_: object) -> None:
+    """For engines that are stepped by whoever uses them: nobody waits to be told."""
+
+
+MakeCopier = Callable[[KvCache, Callable[[Copy], None], Callable[[BaseException], None]], Copier]
 
 
 class Engine:
@@ -63,6 +83,16 @@ class Engine:
             must see to it that `release_ticket` (or `commit_ticket`) follows soon, and must not raise.
         max_reserved_fraction: share of the blocks that uncommitted tickets may hold.
         guards: of structured outputs; without them, requests for one are refused.
+        prefer_swap: computing tokens again is worse here than the time that it takes (see `engine.preemption`).
+        on_copied: called when a copy to or from host memory has ended, so that `schedule` may find more to run.
+        on_crash: called if no more such copies can be made. Both come from a thread of the engine's own, without
+            the lock.
+        make_copier: makes what runs the copies, if there is host memory; tests put one here that they drive by hand.
+
+    `close` ends that thread.
+
+    Raises:
+        ConfigError: `swap_memory` does not hold one block.
     """
 
     def __init__(
@@ -74,6 +104,10 @@ class Engine:
         max_reserved_fraction: float = 0.5,
         *,
         guards: OutputGuards | None = None,
+        prefer_swap: bool = False,
+        on_copied: Callable[[], None] = _nothing,
+        on_crash: Callable[[BaseException], None] = _nothing,
+        make_copier: MakeCopier = ThreadCopier,
     ) -> None:
         self.lock = threading.RLock()
         self.model: ModelInfo = runner.model
@@ -97,14 +131,18 @@ class Engine:
         self._step_id = 0
         self._steps_done = 0
         self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
+        self._on_copied = on_copied
+        self._swap = SwapSpace(
+            self._blocks,
+            runner.geometry,
+            config,
+            recompute_weight=DECODE_WEIGHT if prefer_swap else 1.0,
+            make_copier=lambda: make_copier(runner.cache, self._copied, on_crash),
+        )
+        self._wanted_blocks = 0  # what a ticket lacked that was refused since the last step
         self._preemptions = 0
         self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
         self._cached_tokens = 0
-
-    def close(self) -> None:
-        """End what runs beside the steps; there will be no more of them."""
-        if self._guards is not None:
-            self._guards.close()
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -161,8 +199,10 @@ class Engine:
         """
         known = len(spec.known_tokens)
         ticket = Ticket(spec, self._names(spec), output=self._start_output(spec))
+        # Where prompt tokens are scored all of them are computed, so all that is held here would be for nothing.
+        may_hit = 0 if spec.params.prompt_logprobs is not None else (known - 1) // self._block_size
         with self.lock:
-            hits = self._blocks.cache.match(ticket.hashes, min(len(ticket.hashes), (known - 1) // self._block_size))
+            hits = self._blocks.cache.match(ticket.hashes, min(len(ticket.hashes), may_hit))
             # Before the ticket is open: its own tokens are to come from elsewhere.
             queued = queued_prefill_tokens(self._sequences, self._block_size)
             blocks = self._open_ticket(owner, ticket, known, hits)
@@ -184,11 +224,13 @@ class Engine:
         cached = self._blocks.cache.blocks(ticket.hashes, hits)
         fresh = self._blocks.blocks_for(num_tokens + 1) - hits
         idle = hits - self._blocks.used(cached)
-        snapshot = take_snapshot(self._sequences, self._tickets, self._blocks)
+        snapshot = self._snapshot()
         if ticket_refusal(snapshot, fresh, self._max_reserved, idle) is not None:
+            # The router asks again: perhaps sequences of stalled clients have made room by then.
+            self._wanted_blocks = max(self._wanted_blocks, ticket_lacks(snapshot, fresh, idle))
             return None
         for sequence in self._sequences.values():
-            if sequence.num_blocks == 0 and sequence.credit > 0:
+            if sequence.num_blocks == 0 and sequence.credit > 0 and not sequence.copying:
                 sequence.skipped += 1
         self._tickets[owner] = ticket
         self._blocks.share(Owner.ticket(owner), cached)
@@ -211,6 +253,7 @@ class Engine:
         known = len(spec.known_tokens)
         sequence = self._new_sequence(spec, SequenceKind.GENERATE)
         sequence.replay_until = 0
+        sequence.num_scored = sequence.num_prompt  # by whoever computed the prompt
         sequence.exact = exact
         with self.lock:
             self._check_new(spec.key)
@@ -279,10 +322,13 @@ class Engine:
         with self.lock:
             assert self._in_flight is None, "the previous step has not been applied"
             started = self._clock.now()
-            decision = decide(take_snapshot(self._sequences, self._tickets, self._blocks), self._scheduler_config)
+            decision = decide(self._snapshot(), self._scheduler_config)
+            self._wanted_blocks = 0
             plan = self._apply_decision(decision, started)
         for owner in decision.revoke:
             self._on_pressure(owner)
+        if plan is None and decision.preempt:  # stalled ones have made room for one that waits
+            return self.schedule()
         return plan
 
     def execute(self, plan: StepPlan) -> StepOutput:
@@ -298,17 +344,19 @@ class Engine:
             now = self._clock.now()
             assert len(output.token_ids) == len(flight.sampled), (len(output.token_ids), len(flight.sampled))
             sampled = dict(zip(flight.sampled, output.token_ids.tolist(), strict=True))
+            scored = dict(of_spans(flight.scored, output.scores))
+            logprob_rows = _logprob_rows(plan, flight)
             tokens, self._echoes = self._echoes, []
             rejected: list[tuple[RequestKey, PdserveError]] = []
             prefilled: list[PrefillStats] = []
+            prompt_logprobs: list[PromptLogprobs] = []
             for key, start, end, *_ in plan.chunks:
                 sequence = self._sequences.get(key)
                 if sequence is None:
                     continue  # aborted meanwhile
                 token = sampled.get(key)
                 if token is not None and not 0 <= token < self.model.vocab_size:
-                    self._reject(sequence)
-                    rejected.append((key, InternalError(f"request {key.request_id}: the model yielded no token")))
+                    rejected.append((key, self._reject(sequence, token)))
                     continue
                 if token is not None and (problem := _off_structure(sequence, token)) is not None:
                     sequence.abort()
@@ -321,18 +369,28 @@ class Engine:
                 sequence.num_computed = end
                 if end // self._block_size > sequence.num_published:
                     self._publish(sequence)
+                if key in scored:
+                    sequence.num_scored = scored[key].end
+                    prompt_logprobs.append(PromptLogprobs(key, scored[key]))
                 if token is None:
                     continue
                 index = sequence.generated
                 if index == sequence.num_known - sequence.num_prompt:
                     prefilled.append(PrefillStats.of(sequence, now))
                 finish = sequence.append(token)
-                tokens.append(TokenOut(key, 0, index, token, finish))
+                logprobs = None
+                if key in logprob_rows:
+                    assert output.logprobs is not None
+                    top = sequence.spec.params.logprobs
+                    logprobs = of_sample(output.logprobs, logprob_rows[key], index, top or 0)
+                tokens.append(TokenOut(key, 0, index, token, finish, logprobs))
                 if sequence.state is SequenceState.FINISHED:
                     self._leave(sequence)
             if plan.chunks:
                 self._step_times.append(now - flight.started)
-            return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled))
+            if plan.step_id > 1 and plan.step_input.num_decodes < len(plan.chunks):  # the first pays for lazy set-up
+                self._swap.prefill_speed.add(len(plan.step_input.token_ids), now - flight.started)
+            return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled), tuple(prompt_logprobs))
 
     def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
         """The forward pass of `plan` has raised: its sequences end and are reported as rejected with `error`."""
@@ -354,7 +412,9 @@ class Engine:
         """Queue depths, blocks, counters and the mean step time, now."""
         with self.lock:
             with_credit = [sequence for sequence in self._sequences.values() if sequence.credit > 0]
-            waiting = sum(sequence.state is SequenceState.WAITING for sequence in with_credit)
+            waiting = sum(
+                sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED) for sequence in with_credit
+            )
             return WorkerLoad(
                 step=self._steps_done,
                 waiting=waiting,
@@ -371,7 +431,18 @@ class Engine:
                 step_ms=1e3 * sum(self._step_times) / len(self._step_times) if self._step_times else 0.0,
                 cached_blocks=self._blocks.cached,
                 cached_tokens=self._cached_tokens,
+                swapped=sum(sequence.state is SequenceState.SWAPPED for sequence in self._sequences.values()),
+                swaps_out=self._swap.outs,
+                swaps_in=self._swap.ins,
+                swap_used_bytes=self._swap.used_bytes,
             )
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """End copies to and from host memory, and their thread; True if it has ended within `timeout_s`. The engine
+        must not be used any more. Idempotent."""
+        if self._guards is not None:
+            self._guards.close()
+        return self._swap.close(timeout_s)
 
     def drain_cache_events(self) -> CacheEvents:
         """What came into the prefix cache and left it since the last call; see `CacheEvents`."""
@@ -391,6 +462,7 @@ class Engine:
                 self._sequences,
                 self._tickets,
                 self._blocks,
+                self._swap,
                 deferred=self._deferred,
                 flying=flying,
                 echoes=self._echoes,
@@ -418,25 +490,32 @@ class Engine:
         return block_hashes(self._root(spec), spec.known_tokens, self._block_size) if self._prefix_cache else []
 
     def _check_new(self, key: RequestKey) -> None:
-        held = self._blocks.blocks_of(Owner.sequence(key)) or self._blocks.blocks_of(Owner.send(key))
-        if key in self._sequences or held:
+        owners = (Owner.sequence(key), Owner.send(key), Owner.swap(key))
+        if key in self._sequences or any(map(self._blocks.blocks_of, owners)):
             raise InvalidRequest("request_id", f"attempt {key.attempt} of {key.request_id} is already here")
 
     def _apply_decision(self, decision: ScheduleDecision, now: float) -> StepPlan | None:
+        # Before anything is freed: whether a front is left behind depends on who uses it.
+        for key in decision.swap_out:
+            if not self._swap.swap_out(self._sequences[key]):
+                self._drop(key)
         for key in decision.preempt:
-            self._sequences[key].preempt()
-            self._blocks.release(Owner.sequence(key))
-            self._preemptions += 1
+            self._drop(key)
+        self._preemptions += len(decision.swap_out) + len(decision.preempt)
         for name in decision.revoke:
             self._tickets[name].revoking = True
         for passed in decision.passed_over:
             self._sequences[passed.key].skipped += passed.times
-        if not decision.chunks and not self._echoes:
-            return None
-
         # All of it before anything is allocated: what the decision counts on must not be evicted by its own steps.
         for key in decision.admitted:
             self._take_cached(self._sequences[key])
+        for key in decision.swap_in:
+            self._share_cached(self._sequences[key], Owner.swap(key))
+        for key in decision.swap_in:
+            self._swap.swap_in(self._sequences[key])
+        if not decision.chunks and not self._echoes:
+            return None
+
         self._step_id += 1
         chunks: list[Chunk] = []
         parts: list[Part] = []
@@ -455,7 +534,8 @@ class Engine:
         step_input = build_step(self._step_id, parts, self._block_size, make_masks)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
-        self._in_flight = _InFlight(plan, sampled, frozenset(chunk.key for chunk in chunks), now)
+        scored = tuple(span for part in parts if (span := part.scored) is not None)
+        self._in_flight = _InFlight(plan, sampled, scored, frozenset(chunk.key for chunk in chunks), now)
         return plan
 
     def _land(self, plan: StepPlan) -> _InFlight:
@@ -472,12 +552,44 @@ class Engine:
 
     def _take_cached(self, sequence: Sequence) -> None:
         """Give a sequence that is being admitted what the prefix cache has of it."""
-        blocks = self._blocks.cache.blocks(sequence.hashes, sequence.hits)
-        self._blocks.share(Owner.sequence(sequence.key), blocks)
+        if sequence.state is SequenceState.SWAPPED:  # and its copy in host memory is of no use
+            self._swap.drop(sequence.key)
+            sequence.preempt()
+        blocks = self._share_cached(sequence, Owner.sequence(sequence.key))
         first_time = sequence.chunks == 0
         sequence.take_cached(blocks)
         if first_time:
             self._cached_tokens += sequence.cached_tokens
+
+    def _share_cached(self, sequence: Sequence, owner: Owner) -> list[int]:
+        blocks = self._blocks.cache.blocks(sequence.hashes, sequence.hits)
+        self._blocks.share(owner, blocks)
+        return blocks
+
+    def _drop(self, key: RequestKey) -> None:
+        """Preempt a sequence: what the prefix cache does not keep of its KV is lost."""
+        self._sequences[key].preempt()
+        self._blocks.release(Owner.sequence(key))
+
+    def _copied(self, copy: Copy) -> None:
+        """A copy to or from host memory has ended."""
+        with self.lock:
+            sequence = self._sequences.get(copy.key)
+            if self._swap.finish(copy, sequence):
+                assert sequence is not None
+                self._publish(sequence)
+        self._on_copied()
+
+    def _snapshot(self) -> SchedulerSnapshot:
+        return take_snapshot(
+            self._sequences,
+            self._tickets,
+            self._blocks,
+            now=self._clock.now(),
+            terms=self._swap.terms(),
+            swap_room=self._swap.room,
+            wanted_blocks=self._wanted_blocks,
+        )
 
     def _publish(self, sequence: Sequence) -> None:
         """Put the blocks that have become full since the last time into the prefix cache, if they are fit for it."""
@@ -488,11 +600,18 @@ class Engine:
         self._blocks.publish(owner, sequence.name_blocks(full), full, guess=sequence.num_published)
         sequence.num_published = full
 
-    def _reject(self, sequence: Sequence) -> None:
-        """The model has made nothing sensible of the sequence: nobody else shall start from its KV."""
-        self._blocks.unpublish(Owner.sequence(sequence.key))
+    def _reject(self, sequence: Sequence, token: int) -> PdserveError:
+        """End a sequence for which there is no next token, and say why."""
+        error: PdserveError
+        if token == NO_TOKEN:
+            error = InvalidRequest("sampling", f"excludes every token at position {sequence.num_tokens}")
+        else:
+            # The model has made nothing sensible of the sequence: nobody else shall start from its KV.
+            self._blocks.unpublish(Owner.sequence(sequence.key))
+            error = InternalError(f"request {sequence.key.request_id}: the model yielded no token")
         sequence.abort()
         self._leave(sequence)
+        return error
 
     def _leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, and free its blocks or leave them to its send session."""
@@ -501,6 +620,7 @@ class Engine:
         if sequence.kind is SequenceKind.PREFILL and not sequence.send_over:
             self._blocks.transfer(owner, Owner.send(sequence.key))
             return
+        self._swap.drop(sequence.key)
         self._free(owner, sequence.key)
 
     def _free(self, owner: Owner, key: RequestKey) -> None:

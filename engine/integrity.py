@@ -8,6 +8,7 @@ from engine.blocks import BlockManager, Owner, OwnerKind
 from engine.plan import TokenOut
 from engine.sequence import Sequence as EngineSequence
 from engine.sequence import SequenceState
+from engine.swap import SwapSpace
 from engine.ticket import Ticket
 from pdcore.types import RequestKey
 
@@ -16,6 +17,7 @@ def check_engine(
     sequences: Mapping[RequestKey, EngineSequence],
     tickets: Mapping[str, Ticket],
     blocks: BlockManager,
+    swap: SwapSpace,
     *,
     deferred: Sequence[Owner],
     flying: Collection[RequestKey],
@@ -28,6 +30,7 @@ def check_engine(
         echoes: first tokens of commits that are still to be reported.
     """
     blocks.check_integrity()
+    swap.check_integrity(sequences)
     for key, sequence in sequences.items():
         _check_sequence(sequence, blocks)
         assert not blocks.blocks_of(Owner.send(key)), key
@@ -49,12 +52,17 @@ def _check_sequence(sequence: EngineSequence, blocks: BlockManager) -> None:
     owned = blocks.blocks_of(Owner.sequence(sequence.key))
     assert sequence.block_ids == tuple(owned), f"{where}: block table differs from the blocks owned"
     assert 0 <= sequence.num_computed < sequence.num_tokens, where
-    assert sequence.num_computed <= len(owned) * blocks.block_size, where
     assert len(owned) <= sequence.max_blocks, where
     assert sequence.num_published * blocks.block_size <= sequence.num_computed, where
     to_write = owned[sequence.num_computed // blocks.block_size :]
     assert all(blocks.is_private(block) for block in to_write), f"{where}: would write a block that others use"
     assert 0 <= sequence.credit <= sequence.spec.token_window, where
-    assert sequence.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PAUSED), where
+    assert sequence.state not in (SequenceState.FINISHED, SequenceState.ABORTED), where
     assert (sequence.state is SequenceState.PAUSED) == (sequence.credit == 0 and bool(owned)), where
+    assert (sequence.state is SequenceState.SWAPPED) == (sequence.phase is not None), where
+    if sequence.state is SequenceState.SWAPPED:
+        assert not owned, f"{where}: its blocks are those of the copy"
+        assert sequence.host_from * blocks.block_size < sequence.num_computed, where
+        return
+    assert sequence.num_computed <= len(owned) * blocks.block_size, where
     assert owned or sequence.state is SequenceState.WAITING, where

@@ -1,9 +1,11 @@
-"""Linear layers with weights packed for oneDNN, and the choice of the arithmetic's dtype."""
+"""Linear layers with weights packed for the CPU's kernels, and the choice of the arithmetic's dtype."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+from engine.native.linear import narrow_linear
 
 _PACK_ROWS = 512  # oneDNN picks a layout for about this many rows; it serves small batches as well
 
@@ -26,18 +28,25 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 class Linear:
     """``x @ weight.T + bias``, optionally added to a residual in the same call.
 
-    The weight is kept only in oneDNN's blocked layout where that is available for its dtype, else as it is.
+    Where the arithmetic is float32 and every weight is a bfloat16, the weight is kept as such in the layout of our
+    own kernel; else in oneDNN's blocked layout where that is available for its dtype; else as it is.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` [out, in] and `bias` [out], contiguous, in the compute dtype."""
         self._bias = bias
+        self._narrow = narrow_linear(weight) if weight.dtype is torch.float32 else None
+        if self._narrow is not None:
+            self.is_packed = True
+            return
         packed = _packed(weight)
         self.is_packed = packed is not None
         self._weight = weight if packed is None else packed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [rows, in] -> [rows, out]."""
+        if self._narrow is not None:
+            return self._narrow(x, self._bias)
         if self.is_packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return out
@@ -45,6 +54,8 @@ class Linear:
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual + linear(x)``; `residual` [rows, out] is left as it is."""
+        if self._narrow is not None:
+            return self._narrow(x, self._bias, residual)
         if self.is_packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
                 x, residual, self._weight, self._bias, "add"

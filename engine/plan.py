@@ -8,6 +8,7 @@ from typing import NamedTuple
 from engine.sequence import Sequence
 from engine.step import StepInput
 from pdcore.errors import PdserveError
+from pdcore.logprobs import Logprobs
 from pdcore.types import FinishReason, RequestKey
 
 
@@ -36,13 +37,23 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenOut:
-    """A token to report. `index` counts generated tokens, delivered ones included; `finish` is set on the last."""
+    """A token to report. `index` counts generated tokens, delivered ones included; `finish` is set on the last.
+    `logprobs`: of this token, if they were asked for and it was sampled here."""
 
     key: RequestKey
     sample: int
     index: int
     token_id: int
     finish: FinishReason | None
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens, which one step has computed."""
+
+    key: RequestKey
+    logprobs: Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +83,11 @@ class PrefillStats:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """News of one step: tokens in the order in which they are to be reported, sequences that ended by an error (the
-    engine holds nothing of them but what a send session still owns), prompts that are done."""
+    engine holds nothing of them but what a send session still owns), prompts that are done, and log-probabilities of
+    prompt tokens, which are to be reported before the tokens."""
 
     step_id: int
     tokens: tuple[TokenOut, ...]
     rejected: tuple[tuple[RequestKey, PdserveError], ...]
     prefilled: tuple[PrefillStats, ...]
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.attention import plan_attention
 from engine.kv_cache import PagedKvCache
-from engine.models.llama import LlamaModel
-from engine.sampler import sample
+from engine.models.network import Network
+from engine.read_out import read_out
 from engine.step import StepInput, StepOutput, StepProgress
 from pdcore.types import KvGeometry, ModelInfo
 
@@ -21,7 +20,7 @@ class CpuModelRunner:
         cache: the paged cache, with `gather` and `scatter` in the canonical layout.
     """
 
-    def __init__(self, network: LlamaModel, model: ModelInfo, geometry: KvGeometry, max_num_seqs: int) -> None:
+    def __init__(self, network: Network, model: ModelInfo, geometry: KvGeometry, max_num_seqs: int) -> None:
         """`max_num_seqs`: sample slots are below this."""
         self.model = model
         self.geometry = geometry
@@ -35,24 +34,21 @@ class CpuModelRunner:
         self.progress.layers_done = 0  # before the id: a reader must never see this step with the last one's count
         self.progress.step_id = step.step_id
         with torch.inference_mode():
-            tokens = sample(self._logits(step), step).numpy()
-        self._last_sampled[step.sample_slots] = tokens
-        return StepOutput(tokens)
+            output = read_out(self._logits(step), step)
+        self._last_sampled[step.sample_slots] = output.token_ids
+        return output
 
     def logits(self, step: StepInput) -> torch.Tensor:
-        """`run` without the sampling: float32 [R, vocab_size]. For tests and for scoring given tokens."""
+        """`run` without the sampling: float32 [R + Q, vocab_size], of `step.logit_rows`."""
         with torch.inference_mode():
             return self._logits(step)
 
     def _logits(self, step: StepInput) -> torch.Tensor:
-        network = self._network
-        plan = plan_attention(step, self.cache, network.heads, network.compute)
         token_ids = np.where(step.token_slots >= 0, self._last_sampled[step.token_slots], step.token_ids)
-        return network.forward(
+        return self._network.forward(
+            step,
             torch.from_numpy(token_ids),
-            torch.from_numpy(step.positions),
-            torch.from_numpy(step.sample_rows.astype(np.int64)),
-            plan=plan,
+            torch.from_numpy(step.logit_rows.astype(np.int64)),
             cache=self.cache,
             progress=self.progress,
         )

@@ -4,7 +4,8 @@ Noise comes from a counter-based generator: a hash of the row's key (seed, sampl
 Adding Gumbel noise to the scaled logits and taking the largest samples from their softmax. So a row's result depends
 on that row alone, and an unlikely-to-matter change of the logits changes it only where two scores nearly tie.
 
-Filters are thresholds on the scaled logits, applied in the usual order: top-k, then top-p among those left, then
+Logits are changed first (`engine.shaping`: bias, penalties, excluded tokens), then divided by the temperature.
+Filters are thresholds on these scaled logits, applied in the usual order: top-k, then top-p among those left, then
 min-p. Tokens that tie with the last one kept are kept as well, whatever their order.
 """
 
@@ -16,13 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.token_masks import MaskFields, keep_allowed
+from engine.shaping import ShapingFields, shape
+from engine.step import NO_TOKEN
 
 _CANDIDATES = 512  # rows whose filters keep at most this many tokens never sort the whole vocabulary
 _MASK64 = (1 << 64) - 1
 
 
-class SamplingFields(MaskFields, Protocol):
+class SamplingFields(ShapingFields, Protocol):
     """The fields of `engine.step.StepInput` that sampling reads; shapes and dtypes are described there."""
 
     @property
@@ -39,10 +41,6 @@ class SamplingFields(MaskFields, Protocol):
     def sample_index(self) -> NDArray[np.int32]: ...
     @property
     def sample_positions(self) -> NDArray[np.int64]: ...
-    @property
-    def forbidden_rows(self) -> NDArray[np.int32]: ...
-    @property
-    def forbidden_tokens(self) -> NDArray[np.int32]: ...
 
 
 def sample(logits: torch.Tensor, fields: SamplingFields) -> torch.Tensor:
@@ -53,13 +51,15 @@ def sample(logits: torch.Tensor, fields: SamplingFields) -> torch.Tensor:
         fields: of R rows.
 
     Returns:
-        int64 [R].
+        int64 [R]; `NO_TOKEN` in rows in which every token is excluded.
     """
-    logits = keep_allowed(logits, fields)
-    if len(fields.forbidden_rows):
-        logits = logits.clone()
-        rows = torch.from_numpy(fields.forbidden_rows.astype(np.int64))
-        logits[rows, torch.from_numpy(fields.forbidden_tokens.astype(np.int64))] = -torch.inf
+    shaped = shape(logits, fields)
+    if shaped is None:
+        return _choose(logits, fields)
+    return _choose(shaped.logits, fields).masked_fill_(shaped.stuck, NO_TOKEN)
+
+
+def _choose(logits: torch.Tensor, fields: SamplingFields) -> torch.Tensor:
     random_rows = np.flatnonzero(fields.temperature > 0)
     if len(random_rows) == 0:
         return logits.argmax(-1)
@@ -99,10 +99,12 @@ def _sample_random(logits: torch.Tensor, fields: SamplingFields, rows: NDArray[n
         threshold = torch.maximum(threshold, floor[pending])
         scores = values + _gumbel(keys[pending], ids)
         choice = scores.masked_fill_(values < threshold, -torch.inf).argmax(-1, keepdim=True)
-        # Ties of the last candidate may lie beyond the candidates: decided only if that one is out.
-        decided = (
-            (values[:, -1:] < threshold).squeeze(1) if count < vocab else torch.ones(len(pending), dtype=torch.bool)
-        )
+        # Ties of the last candidate may lie beyond the candidates: decided only if that one is out, or excluded and
+        # with it all beyond.
+        last = values[:, -1]
+        decided = (last < threshold.squeeze(1)) | (last == -torch.inf)
+        if count == vocab:
+            decided.fill_(True)
         tokens[pending[decided]] = ids.gather(1, choice).squeeze(1)[decided]
         pending = pending[~decided]
 
@@ -133,6 +135,7 @@ def _threshold(scaled: torch.Tensor, values: torch.Tensor, top_k: torch.Tensor, 
     last = torch.where(top_p.unsqueeze(1) < 1, values.gather(1, first), -torch.inf)
     undecided = limits_k & (top_k.unsqueeze(1) > count)
     undecided |= (top_p.unsqueeze(1) < 1) & ~reached.any(-1, keepdim=True) & (count < vocab)
+    undecided &= values[:, -1:] > -torch.inf  # else all tokens that are not excluded are candidates
     threshold = torch.maximum(last, torch.where(limits_k, kth, -torch.inf))
     return torch.where(undecided, -torch.inf, threshold)
 

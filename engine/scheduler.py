@@ -7,15 +7,18 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
    and committed ones come unasked), those go first that have waited longest since their last step.
 2. *Decodes first.* Every one of them that lacks a single token gets it. `max_num_seqs` is at most the token budget,
    so decodes always fit and prefills take only what they leave.
-3. *Memory for growth* goes to the oldest first. If a decode lacks a block: while there are tickets, the youngest are
-   revoked and the decode sits out until their blocks are back; without tickets, the youngest running sequence that
-   is younger is preempted, and the next, until a block comes free (shared ones do not); if there is none younger, it
-   sits out while older ones run; if it is the only one that could run, the youngest paused one is preempted.
+3. *Memory for growth* goes to the oldest first. If a decode lacks a block, sequences of stalled clients are
+   preempted. If there are none: while there are tickets, the youngest are revoked and the decode sits out until their
+   blocks are back; without tickets, the youngest running sequence that is younger is preempted, and the next, until a
+   block comes free (shared ones do not), but none that has made no progress since it was preempted itself. If there
+   is none younger, it sits out while others run; if it is the only one that could run, the youngest paused one is
+   preempted. Who is preempted is swapped or dropped; what a swap frees comes when it is copied (`engine.preemption`).
 4. *Admission* is in order of arrival, all blocks at once, and leaves a block of growth to every running sequence.
    Blocks that the prefix cache has of a sequence are taken from it: they cost memory only if nobody uses them.
    One that does not fit is passed over by younger ones, and by tickets, at most `MAX_PASSED_OVER` times: then
    nothing more is admitted and no ticket granted before it is. Nothing is admitted in a step in which a decode lacks
-   memory.
+   memory. One whose KV is in host memory is admitted alike, and runs when it is copied in. For the first one that
+   does not fit, and for a ticket that was refused, sequences of stalled clients are preempted.
 5. *The prefill budget* is what the decodes leave. One part in `OLDEST_SHARE` of it goes to the oldest prefill, the
    rest to the one with the fewest tokens left, then the next. So a long prompt does not block short ones, prompts of
    equal length are served in order, and the oldest always moves on; hence every prefill ends.
@@ -27,6 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.preemption import Shortage, headroom
 from pdcore.config import SchedulerConfig
 from pdcore.types import RequestKey
 
@@ -53,6 +57,12 @@ class SequenceView(NamedTuple):
         cached_blocks: of `admit_blocks`, those that the prefix cache has. used_blocks: of those, used by others too.
         shared_blocks: of `blocks`, those that would not come free with it, since others hold them; exact if memory
             is so short that it matters in this step, else perhaps 0.
+        swap_blocks: blocks of host memory that it takes if it is preempted; 0 if it is dropped then.
+        stalled: its client has taken nothing for so long that its memory is for others.
+        preempted: it has made no progress since it was preempted last.
+        copying: its KV is being copied out (`blocks` is 0 then) or in: it can neither run nor be admitted.
+        leaving_blocks: blocks that come free when it has been copied out.
+        restores: its KV is in host memory, and is copied in when it is admitted.
     """
 
     key: RequestKey
@@ -68,6 +78,12 @@ class SequenceView(NamedTuple):
     cached_blocks: int = 0
     used_blocks: int = 0
     shared_blocks: int = 0
+    swap_blocks: int = 0
+    stalled: bool = False
+    preempted: bool = False
+    copying: bool = False
+    leaving_blocks: int = 0
+    restores: bool = False
 
     @property
     def admit_cost(self) -> int:
@@ -76,7 +92,7 @@ class SequenceView(NamedTuple):
 
     @property
     def may_grow(self) -> bool:
-        """Whether it is running and can come to need another block."""
+        """Whether it is running, or will when it is copied in, and can come to need another block."""
         return 0 < self.blocks < self.max_blocks and self.has_credit and self.preemptible
 
 
@@ -96,13 +112,16 @@ class TicketView(NamedTuple):
 class SchedulerSnapshot:
     """All that a decision depends on. `sequences` and `tickets` are ordered oldest first.
 
-    `free_blocks`: blocks that nobody uses, those that the prefix cache would give up among them.
+    `free_blocks`: blocks that nobody uses, those that the prefix cache would give up among them. `swap_room`: free
+    blocks of host memory. `wanted_blocks`: blocks that a ticket lacked which was refused since the last step.
     """
 
     sequences: tuple[SequenceView, ...]
     tickets: tuple[TicketView, ...]
     free_blocks: int
     block_size: int
+    swap_room: int = 0
+    wanted_blocks: int = 0
 
 
 class ScheduledChunk(NamedTuple):
@@ -130,6 +149,8 @@ class ScheduleDecision:
 
     Attributes:
         preempt: sequences whose blocks are freed before anything is allocated.
+        swap_out: sequences whose KV is copied to host memory; their blocks are freed then.
+        swap_in: sequences that get blocks into which their KV is copied; they run when it is there.
         chunks: the step; chunks of one token come first.
         admitted: those of `chunks` that had no blocks before.
         passed_over: sequences to be compensated later.
@@ -143,6 +164,8 @@ class ScheduleDecision:
     passed_over: tuple[PassedOver, ...] = ()
     revoke: tuple[str, ...] = ()
     sitting_out: tuple[RequestKey, ...] = ()
+    swap_out: tuple[RequestKey, ...] = ()
+    swap_in: tuple[RequestKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,25 +174,29 @@ class _Turn:
 
     singles: list[ScheduledChunk]
     prefills: list[SequenceView]
-    preempted: list[RequestKey]
-    revoke: list[str]
-    sitting_out: list[RequestKey]
-    free_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Admission:
-    """Waiting sequences that fit, and how often each that did not is passed over by each of them."""
+    """Waiting sequences that fit, and how often each that did not is passed over by each of them.
+
+    `restored`: those of them whose KV is copied in, so that they take no part in this step.
+    `lacking`: blocks that the first one lacked which did not fit.
+    """
 
     candidates: list[SequenceView]
+    restored: list[SequenceView]
     passed_over_by: dict[RequestKey, list[RequestKey]]
+    lacking: int = 0
 
 
 def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDecision:
     """Decide one step. See the module for the rules."""
-    turn = _take_turns(snapshot, config)
+    memory = Shortage(snapshot)
+    turn = _take_turns(snapshot, config, memory)
     budget = config.max_num_batched_tokens - len(turn.singles)
-    admission = _admit(snapshot, config, turn, budget)
+    admission = _admit(snapshot, config, memory, budget)
+    memory.make_room(max(admission.lacking, snapshot.wanted_blocks))
     prefills = turn.prefills + admission.candidates
     shares = split_prefill_budget([v.known - v.computed for v in prefills], budget, config.prefill_chunk_tokens)
 
@@ -187,40 +214,37 @@ def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDe
         chunk = ScheduledChunk(view.key, view.computed, count, new_blocks)
         (chunks if count == 1 else longer).append(chunk)
 
-    taken = set(admitted)
+    swap_in = [view.key for view in admission.restored]
+    taken = {*admitted, *swap_in}
     passed_over = (
         PassedOver(key, sum(other in taken for other in others)) for key, others in admission.passed_over_by.items()
     )
     return ScheduleDecision(
-        preempt=tuple(turn.preempted),
+        preempt=tuple(memory.dropped),
         chunks=tuple(chunks + longer),
         admitted=tuple(admitted),
         passed_over=tuple(entry for entry in passed_over if entry.times),
-        revoke=tuple(turn.revoke),
-        sitting_out=tuple(turn.sitting_out),
+        revoke=tuple(memory.revoke),
+        sitting_out=tuple(memory.sitting_out),
+        swap_out=tuple(memory.swapped),
+        swap_in=tuple(swap_in),
     )
 
 
-def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> _Turn:
+def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig, memory: Shortage) -> _Turn:
     """Choose among the sequences that hold blocks and find memory for those that grow (rules 1 to 3)."""
     block_size = snapshot.block_size
-    ready = [view for view in snapshot.sequences if view.blocks and view.has_credit]
+    ready = [view for view in snapshot.sequences if view.blocks and view.has_credit and not view.copying]
     turns = ready
     if len(ready) > config.max_num_seqs:
         turns = sorted(ready, key=lambda view: view.last_step)  # stable: the older first among equals
 
     singles: dict[RequestKey, ScheduledChunk] = {}
     prefills: dict[RequestKey, SequenceView] = {}
-    preempted: dict[RequestKey, None] = {}
-    revoke: list[str] = []
-    sitting_out: list[RequestKey] = []
-    free = snapshot.free_blocks
-    returning = sum(ticket.blocks for ticket in snapshot.tickets if ticket.revoking)
-    revocable = [ticket for ticket in snapshot.tickets if not ticket.revoking]
     for view in turns:
         if len(singles) + len(prefills) == config.max_num_seqs:
             break
-        if view.key in preempted:
+        if view.key in memory.taken:
             continue
         # A prompt, or tokens lost to a preemption: it was admitted with all the blocks it needs.
         if view.known - view.computed > 1:
@@ -230,70 +254,46 @@ def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> _Turn:
         if view.known <= view.blocks * block_size:
             singles[view.key] = ScheduledChunk(view.key, view.computed, 1, 0)
             continue
-        if free == 0 and snapshot.tickets:
-            # Tickets hold memory that running sequences want: wait for them to come back. One block is lacking for
-            # each that sits out.
-            sitting_out.append(view.key)
-            while returning < len(sitting_out) and revocable:
-                ticket = revocable.pop()
-                revoke.append(ticket.owner)
-                returning += ticket.blocks
-            continue
-        while free == 0 and (victim := _victim(view, snapshot.sequences, preempted)) is not None:
-            preempted[victim.key] = None
+        while memory.free == 0 and (victim := memory.victim_for(view)) is not None:
             prefills.pop(victim.key, None)
             chunk = singles.pop(victim.key, None)
-            free += victim.blocks - victim.shared_blocks + (chunk.new_blocks if chunk else 0)
-        if free == 0:
-            sitting_out.append(view.key)
-            continue
-        free -= 1
-        singles[view.key] = ScheduledChunk(view.key, view.computed, 1, 1)
-    return _Turn(list(singles.values()), list(prefills.values()), list(preempted), revoke, sitting_out, free)
+            memory.preempt(victim, chunk.new_blocks if chunk else 0)
+        if memory.take_block(view):
+            singles[view.key] = ScheduledChunk(view.key, view.computed, 1, 1)
+    return _Turn(list(singles.values()), list(prefills.values()))
 
 
-def _victim(
-    needy: SequenceView, sequences: tuple[SequenceView, ...], preempted: dict[RequestKey, None]
-) -> SequenceView | None:
-    """Whose blocks `needy` gets: None if it had better wait."""
-    holders = [view for view in sequences if view.blocks and view.preemptible and view.key not in preempted]
-    running = [view for view in holders if view.has_credit]
-    # The youngest that runs gives way, unless that is `needy` itself.
-    if running[-1].key != needy.key:
-        return running[-1]
-    # Older ones run, and will end or preempt `needy`: until then it keeps what it has.
-    if len(running) > 1:
-        return None
-    # Nobody else could use the memory: a client that stalls must not stop one that does not.
-    return next((view for view in reversed(holders) if not view.has_credit), None)
-
-
-def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, turn: _Turn, budget: int) -> _Admission:
+def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, memory: Shortage, budget: int) -> _Admission:
     """Find the waiting sequences that may get blocks (rule 4). Who of them does depends on the prefill budget."""
-    admission = _Admission([], {})
+    admission = _Admission([], [], {})
     # Memory is short: who came in now would be the next to be thrown out.
-    if turn.preempted or turn.sitting_out:
+    if memory.taken or memory.sitting_out:
         return admission
-    waiting = [view for view in snapshot.sequences if not view.blocks and view.has_credit]
+    waiting = [view for view in snapshot.sequences if not view.blocks and view.has_credit and not view.copying]
     if not waiting:
         return admission
 
     places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
     growers = sum(view.may_grow for view in snapshot.sequences)
-    free = turn.free_blocks
+    free = memory.free
     allowance = MAX_PASSED_OVER
     for view in waiting:
-        # Each candidate is good for at least one token of budget and a place in the step.
-        if len(admission.candidates) >= min(places, budget):
+        # Each candidate is good for at least one token of budget and a place in the step; one that is copied in
+        # needs the place only, and later.
+        if len(admission.candidates) + len(admission.restored) >= places:
+            break
+        if not view.restores and len(admission.candidates) >= budget:
             break
         # Does not fit: look behind it, unless it has been passed over often enough.
-        if view.admit_cost + growers > free:
+        lacking = view.admit_cost + growers + headroom(view) - free
+        if lacking > 0:
+            admission.lacking = admission.lacking or lacking
             allowance = min(allowance, MAX_PASSED_OVER - view.passed_over)
             if allowance <= 0:
                 break
             admission.passed_over_by[view.key] = []
             continue
-        admission.candidates.append(view)
+        (admission.restored if view.restores else admission.candidates).append(view)
         free -= view.admit_cost
         growers += view.preemptible and view.admit_blocks < view.max_blocks
         if not admission.passed_over_by:
@@ -344,12 +344,19 @@ def ticket_refusal(
     # The only ticket may be larger: a long prompt would be refused by an idle worker for ever otherwise.
     if reserved and reserved + blocks > max_reserved_blocks:
         return f"tickets hold {reserved} blocks and may hold {max_reserved_blocks}"
-    growers = sum(view.may_grow for view in snapshot.sequences)
-    if blocks + idle_blocks + growers > snapshot.free_blocks:
-        return f"{snapshot.free_blocks} blocks are free, of which running sequences may need {growers}"
+    lacking = ticket_lacks(snapshot, blocks, idle_blocks)
+    if lacking > 0:
+        return f"{snapshot.free_blocks} blocks are free, {lacking} too few beside what running sequences may need"
     # Blocks that come free belong to a request that has been passed over too often.
     if any(
         not view.blocks and view.has_credit and view.passed_over >= MAX_PASSED_OVER for view in snapshot.sequences
     ):
         return "a waiting request has been passed over too often"
     return None
+
+
+def ticket_lacks(snapshot: SchedulerSnapshot, blocks: int, idle_blocks: int = 0) -> int:
+    """Blocks that would have to come free for such a ticket, a block of growth for each running sequence included;
+    at most 0 if it fits. Arguments as for `ticket_refusal`."""
+    growers = sum(view.may_grow for view in snapshot.sequences)
+    return blocks + idle_blocks + growers - snapshot.free_blocks

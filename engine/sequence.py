@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.token_rules import SequenceRules
 from pdcore.hashing import block_hashes
 from pdcore.types import FinishReason, RequestSpec
 
@@ -28,9 +29,21 @@ class SequenceState(StrEnum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     PAUSED = "paused"
     FINISHED = "finished"
     ABORTED = "aborted"
+
+
+_LIVE = (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED, SequenceState.PAUSED)
+
+
+class SwapPhase(StrEnum):
+    """Where the KV of a SWAPPED sequence is."""
+
+    OUT = "out"  # being copied to host memory
+    HOST = "host"  # there
+    IN = "in"  # being copied from there into blocks that it has been given
 
 
 class Sequence:
@@ -40,17 +53,24 @@ class Sequence:
 
           add: no blocks                            credit is used up
         -----------------> WAITING --- start ---> RUNNING ---------> PAUSED
-          commit: with        ^  ^                 | | ^               | |
-          the ticket's        |  +--- preempt -----+ | +--- credit ----+ |
-          blocks              +------ preempt -------|-------------------+
-                                                     | last token
-                                                     v
-                                                  FINISHED      (abort leads from each of the first three to ABORTED)
+          commit: with      ^ ^ ^                | | ^ |               |  |
+          the ticket's      | | +---- preempt ---+ | | | +-- credit ---+  |
+          blocks            | +------ preempt -----|-|-|------------------+
+                            |                      | | |                  |
+                            | copy lost            | | +-- last token --> FINISHED
+                            |                      v |                    |
+                            +----------------- SWAPPED <--- swap out -----+
+                                         OUT -> HOST -> IN --- copied in ---> RUNNING (or PAUSED)
+
+        Abort leads from each of WAITING, RUNNING, SWAPPED and PAUSED to ABORTED.
 
     A preempted sequence keeps its tokens and loses its blocks; what the prefix cache does not keep of them is
-    computed again. One that was preempted while PAUSED is WAITING without credit and is not admitted before it has
-    some. A sequence that came by commit with a window of one token goes to PAUSED at once: its first token used the
-    window.
+    computed again. A SWAPPED one has lost its blocks as well, but its KV is in host memory from block `host_from` on;
+    what lies before was in use by others, and is expected in the prefix cache when it comes back. If it is gone then,
+    or a copy has failed, the sequence is as one that was preempted. While it is SWAPPED it does not run, and its
+    blocks, if a copy is under way, are not its own (see `engine.swap`). Whoever was preempted or swapped while PAUSED
+    has no credit and is not admitted before it has some. A sequence that came by commit with a window of one token
+    goes to PAUSED at once: its first token used the window.
 
     Tokens, from the front::
 
@@ -58,6 +78,9 @@ class Sequence:
         |<------ num_known ----------->|                        |
         |<------------------- num_tokens ---------------------->|
         |<------ num_computed: in the cache ------>|<- at least one, the input of a later step
+
+    `num_scored`: prompt tokens from the front whose log-probabilities need not be reported any more; `num_prompt` if
+    they were not asked for. Until then it takes nothing from the prefix cache: every token of the prompt is computed.
 
     `buffer[:num_tokens]` are the tokens. `table[:num_blocks]` is the block table; it equals the block manager's list
     of the owner::
@@ -77,6 +100,7 @@ class Sequence:
         "exact",
         "hashes",
         "hits",
+        "host_from",
         "key",
         "kind",
         "last_step",
@@ -86,11 +110,16 @@ class Sequence:
         "num_known",
         "num_prompt",
         "num_published",
+        "num_scored",
         "num_tokens",
         "output",
+        "phase",
         "preempt_until",
+        "preempted",
         "queued_at",
+        "ran_at",
         "replay_until",
+        "rules",
         "send_over",
         "skipped",
         "spec",
@@ -131,12 +160,20 @@ class Sequence:
         self.cached_tokens = 0  # of the prompt: taken from the prefix cache when it first got blocks
         self.stop_tokens = frozenset(spec.params.stop_token_ids)
         self.output: OutputState | None = None  # where a structured output stands
+        prompt, output = self.buffer[: self.num_prompt], self.buffer[self.num_prompt : self.num_known]
+        self.rules = SequenceRules.of(spec.params, prompt, output, total)
+        # Nothing stands before the first token that could make it likely.
+        self.num_scored = self.num_prompt if spec.params.prompt_logprobs is None else 1
         self.credit = spec.token_window
         self.skipped = 0  # how many requests got blocks ahead of this one while it did not fit
         self.last_step = 0  # id of the last step it was in
         self.chunks = 0
         self.queued_at = now
         self.started_at = now
+        self.ran_at = now  # when its last step began
+        self.phase: SwapPhase | None = None  # of a SWAPPED one
+        self.host_from = 0  # first block whose KV is in host memory, of a SWAPPED one
+        self.preempted = False  # and without a new token since
         self.send_over = False  # PREFILL: the send session ended before the sequence did
         # Computing token t again counts as recomputed if t < preempt_until, else as a replay (or a rebuild) if
         # t < replay_until.
@@ -161,6 +198,11 @@ class Sequence:
         return self.num_computed < self.num_known or self.remaining > 1
 
     @property
+    def copying(self) -> bool:
+        """Whether its KV is being copied to host memory or back."""
+        return self.phase in (SwapPhase.OUT, SwapPhase.IN)
+
+    @property
     def generated(self) -> int:
         """Tokens after the prompt, delivered ones included: the index of the next one."""
         return self.num_tokens - self.num_prompt
@@ -168,7 +210,9 @@ class Sequence:
     @property
     def may_hit(self) -> int:
         """Blocks from the front that may be taken from the prefix cache: the last token is always computed."""
-        return 0 if self._root is None else (self.num_tokens - 1) // self._block_size
+        if self._root is None or self.num_scored < self.num_prompt:
+            return 0
+        return (self.num_tokens - 1) // self._block_size
 
     @property
     def may_publish(self) -> int:
@@ -213,20 +257,54 @@ class Sequence:
         assert self.num_blocks > 0, self.key
         if self.chunks == 0:
             self.started_at = now
+        self.ran_at = now
         self.state = SequenceState.RUNNING
         self.skipped = 0
         self.chunks += 1
         self.last_step = step_id
 
     def preempt(self) -> None:
-        """Its blocks are gone."""
-        assert self.state in (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PAUSED), self.state
+        """Its blocks are gone, or the copy of them in host memory."""
+        assert self.state in _LIVE, self.state
         self.state = SequenceState.WAITING
         self.preempt_until = max(self.preempt_until, self.num_computed)
         self.num_computed = 0
+        self.exact = True  # whatever it had, this model computes it now
+        self._lose_blocks()
+
+    def swap_out(self, host_from: int) -> None:
+        """Its blocks are no longer its own: their KV, from block `host_from` on, is being copied to host memory."""
+        assert self.state in _LIVE, self.state
+        assert self.num_blocks > 0, self.key
+        self.state = SequenceState.SWAPPED
+        self.host_from = host_from
+        self._lose_blocks()
+        self.phase = SwapPhase.OUT
+
+    def swapped_out(self) -> None:
+        """Its KV is in host memory."""
+        assert self.phase is SwapPhase.OUT, self.phase
+        self.phase = SwapPhase.HOST
+
+    def swap_in(self) -> None:
+        """Its KV is being copied into blocks that will be its own."""
+        assert self.phase is SwapPhase.HOST, self.phase
+        self.phase = SwapPhase.IN
+
+    def swapped_in(self, blocks: Seq[int], cached: int) -> None:
+        """Its KV is in these blocks, the first `cached` of which are the prefix cache's."""
+        assert self.phase is SwapPhase.IN, self.phase
+        self.phase = None
+        self.state = SequenceState.RUNNING if self.credit > 0 else SequenceState.PAUSED
+        self.take_blocks(blocks)
+        self.num_published = cached
+        self.skipped = 0
+
+    def _lose_blocks(self) -> None:
+        self.phase = None
         self.num_blocks = 0
         self.num_published = 0
-        self.exact = True  # whatever it had, this model computes it now
+        self.preempted = True
         self._table_ids = ()
 
     def abort(self) -> None:
@@ -239,7 +317,10 @@ class Sequence:
         assert self.credit > 0, self.key
         self.buffer[self.num_tokens] = token
         self.num_tokens += 1
+        if self.rules is not None:
+            self.rules.add(token)
         self.credit -= 1
+        self.preempted = False
         reason: FinishReason | None = None
         if token in self.stop_tokens or (self.output is not None and self.output.complete):
             reason = FinishReason.STOP

@@ -3,44 +3,105 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from engine.blocks import BlockManager, Owner
+from engine.preemption import STALL_S, Loss, PreemptionTerms, expected_kept, swap_is_better
 from engine.scheduler import SchedulerSnapshot, SequenceView, TicketView
-from engine.sequence import Sequence, SequenceKind
+from engine.sequence import Sequence, SequenceKind, SequenceState, SwapPhase
+from engine.swap import front_left_behind
 from engine.ticket import Ticket
 from pdcore.types import RequestKey
 
 
 def take_snapshot(
-    sequences: Mapping[RequestKey, Sequence], tickets: Mapping[str, Ticket], blocks: BlockManager
+    sequences: Mapping[RequestKey, Sequence],
+    tickets: Mapping[str, Ticket],
+    blocks: BlockManager,
+    *,
+    now: float = 0.0,
+    terms: PreemptionTerms | None = None,
+    swap_room: int = 0,
+    wanted_blocks: int = 0,
 ) -> SchedulerSnapshot:
     """The state as the scheduler sees it. Looks up in the prefix cache what it has of each waiting sequence, and
-    notes the answer in ``Sequence.hits``."""
-    # Each sequence takes one block of growth in a step at most: nobody is preempted while there are as many.
+    notes the answer in ``Sequence.hits``.
+
+    Args:
+        now: on the engine's clock. terms: how sequences are preempted. swap_room, wanted_blocks: see
+            `SchedulerSnapshot`.
+    """
+    # Each sequence takes one block of growth in a step at most: nobody is preempted for growth while there are as
+    # many.
     short = blocks.free < len(sequences)
+    demand = 0
+    if short or any(sequence.state is SequenceState.PAUSED for sequence in sequences.values()):
+        demand = wanted_blocks + sum(map(_demand, sequences.values()))
+    pressure = _Pressure(short, demand, now, terms or PreemptionTerms())
     return SchedulerSnapshot(
-        sequences=tuple(_view(sequence, blocks, short) for sequence in sequences.values()),
+        sequences=tuple(_view(sequence, blocks, pressure) for sequence in sequences.values()),
         tickets=tuple(
             TicketView(name, blocks.allocated(Owner.ticket(name)), ticket.revoking)
             for name, ticket in tickets.items()
         ),
         free_blocks=blocks.free,
         block_size=blocks.block_size,
+        swap_room=swap_room,
+        wanted_blocks=wanted_blocks,
     )
 
 
-def _view(sequence: Sequence, blocks: BlockManager, short: bool) -> SequenceView:
-    computed, hits, used = sequence.num_computed, 0, 0
-    if sequence.num_blocks == 0 and sequence.may_hit:
-        names = sequence.name_blocks(sequence.may_hit)
-        hits = sequence.hits = blocks.cache.match(names, sequence.may_hit, sequence.hits)
-        used = blocks.used(blocks.cache.blocks(names, hits))
-        computed = hits * blocks.block_size
+class _Pressure(NamedTuple):
+    """What the views of all sequences depend on. `short`: some may be preempted for growth now. `demand`: blocks that
+    they can all come to need beside those that they have, if any may be preempted at all."""
+
+    short: bool
+    demand: int
+    now: float
+    terms: PreemptionTerms
+
+
+def _demand(sequence: Sequence) -> int:
+    """Blocks that it can come to need beside those that it has, while its client takes tokens."""
+    return sequence.max_blocks - sequence.num_blocks if sequence.credit > 0 else 0
+
+
+def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> SequenceView:
+    phase = sequence.phase
+    copying = phase is SwapPhase.OUT or phase is SwapPhase.IN
+    computed, hits, used, restores = sequence.num_computed, 0, 0, False
+    if sequence.num_blocks == 0 and not copying:
+        if sequence.may_hit and (phase is None or sequence.exact):
+            names = sequence.name_blocks(sequence.may_hit)
+            hits = sequence.hits = blocks.cache.match(names, sequence.may_hit, sequence.hits)
+            used = blocks.used(blocks.cache.blocks(names, hits))
+        # Of no use if the cache has more than was copied, or has lost what was left to it.
+        restores = phase is SwapPhase.HOST and sequence.host_from <= hits
+        restores = restores and hits * blocks.block_size < computed
+        if not restores:
+            computed = hits * blocks.block_size
+    stalled = (
+        sequence.state is SequenceState.PAUSED
+        and sequence.kind is SequenceKind.GENERATE
+        and pressure.now - sequence.ran_at >= STALL_S
+    )
+    owner = Owner.sequence(sequence.key)
+    held, shared, swap_blocks, leaving = sequence.num_blocks, 0, 0, 0
+    if held and (pressure.short or stalled):
+        shared = blocks.shared(owner)
+        swap_blocks = _swap_blocks(sequence, blocks, shared, pressure)
+    elif copying:
+        owner = Owner.swap(sequence.key)
+        count = len(blocks.blocks_of(owner))
+        if phase is SwapPhase.OUT:
+            leaving = count - blocks.shared(owner)
+        else:
+            held = count
     return SequenceView(
         key=sequence.key,
         known=sequence.num_tokens,
         computed=computed,
-        blocks=sequence.num_blocks,
+        blocks=held,
         admit_blocks=min(blocks.blocks_for(sequence.num_tokens + 1), sequence.max_blocks),
         max_blocks=sequence.max_blocks,
         has_credit=sequence.credit > 0,
@@ -49,15 +110,31 @@ def _view(sequence: Sequence, blocks: BlockManager, short: bool) -> SequenceView
         last_step=sequence.last_step,
         cached_blocks=hits,
         used_blocks=used,
-        shared_blocks=blocks.shared(Owner.sequence(sequence.key)) if short else 0,
+        shared_blocks=shared,
+        swap_blocks=swap_blocks,
+        stalled=stalled,
+        preempted=sequence.preempted,
+        copying=copying,
+        leaving_blocks=leaving,
+        restores=restores,
     )
+
+
+def _swap_blocks(sequence: Sequence, blocks: BlockManager, shared: int, pressure: _Pressure) -> int:
+    """Blocks of host memory for the sequence if it is preempted; 0 if it is better dropped."""
+    size, computed = blocks.block_size, sequence.num_computed
+    held = front_left_behind(sequence, blocks) * size
+    cached = max(0, sequence.num_published - shared)
+    kept = expected_kept(sequence.num_blocks - shared, cached, pressure.demand - _demand(sequence))
+    loss = Loss(computed, held, min(kept * size, computed - held))
+    return blocks.blocks_for(computed - held) if swap_is_better(loss, pressure.terms) else 0
 
 
 def queued_prefill_tokens(sequences: Mapping[RequestKey, Sequence], block_size: int) -> int:
     """Tokens to be computed before the next one can be sampled, over all sequences that lack more than one. What the
     prefix cache has of waiting ones is taken as of the last snapshot."""
     return sum(
-        sequence.remaining - (0 if sequence.num_blocks else sequence.hits * block_size)
+        sequence.remaining - (0 if sequence.num_blocks or sequence.phase else sequence.hits * block_size)
         for sequence in sequences.values()
         if sequence.is_prefilling
     )

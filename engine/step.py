@@ -13,10 +13,29 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.token_rules import LogitRules
 from pdcore.types import KvGeometry, ModelInfo
 
 if TYPE_CHECKING:  # this module is pure: the scheduler and the simulator import it without torch
     import torch
+
+
+NO_TOKEN = -1
+"""In the place of a sampled token: every token is excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreInput:
+    """Rows of a step whose next token is known, and of which only log-probabilities are wanted.
+
+    Attributes:
+        rows: int32 [Q]; token rows. targets: int64 [Q]; the token that follows each.
+        top: likeliest tokens wanted for each.
+    """
+
+    rows: NDArray[np.int32]
+    targets: NDArray[np.int64]
+    top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +63,10 @@ class StepInput:
         mask_rows: int32 [M]; those of the R samples that are limited to certain tokens.
         mask_bits: uint32 [M, W]; bit ``t % 32`` of word ``t // 32`` is set if token t may be sampled. It is written
             while the forward pass runs: call `await_masks`, which blocks until it is complete, before reading it.
+        rules: what else changes the logits before sampling; None if nothing does.
+        logprobs: int32 [R], how many likeliest tokens are wanted of each sample's distribution, before anything
+            changes its logits; -1 is none, not even of the sampled token. None if all are -1.
+        scores: rows that are scored and not sampled; None if there are none.
     """
 
     step_id: int
@@ -69,13 +92,42 @@ class StepInput:
     mask_rows: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     mask_bits: NDArray[np.uint32] = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
     await_masks: Callable[[], None] = lambda: None
+    rules: LogitRules | None = None
+    logprobs: NDArray[np.int32] | None = None
+    scores: ScoreInput | None = None
+
+    @property
+    def logit_rows(self) -> NDArray[np.int32]:
+        """Token rows of which a model computes logits: those that are sampled, then those that are scored."""
+        return self.sample_rows if self.scores is None else np.concatenate((self.sample_rows, self.scores.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Log-probabilities of N rows.
+
+    `values`: float32 [N], of each row's token. `top_ids`: int32 [N, K], the row's likeliest tokens, the likeliest
+    first; `top_values`: float32 [N, K], of those.
+    """
+
+    values: NDArray[np.float32]
+    top_ids: NDArray[np.int32]
+    top_values: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Result of one step. `token_ids`: int64 [R], in the order of ``StepInput.sample_rows``."""
+    """Result of one step.
+
+    Attributes:
+        token_ids: int64 [R], in the order of ``StepInput.sample_rows``; `NO_TOKEN` where none could be sampled.
+        logprobs: of the samples that asked for them, in order, with the largest K asked for.
+        scores: of the rows of ``StepInput.scores``.
+    """
 
     token_ids: NDArray[np.int64]
+    logprobs: RowLogprobs | None = None
+    scores: RowLogprobs | None = None
 
 
 class StepProgress:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from engine.blocks import BlockManager
 from engine.sequence import Sequence, SequenceKind
 from pdcore.errors import InvalidRequest
-from pdcore.types import RequestSpec
+from pdcore.logprobs import MAX_LOGPROBS
+from pdcore.types import RequestSpec, SamplingParams
 
 
 def check_request(
@@ -42,10 +43,14 @@ def _problems(
         yield "sampling.min_tokens", f"must be at least 0, got {params.min_tokens}"
     if not 0 <= params.seed < 1 << 64:
         yield "sampling.seed", f"must be an unsigned 64-bit integer, got {params.seed}"
+    yield from _rule_problems(params)
     for field, ids in (
         ("prompt", spec.prompt),
         ("delivered", spec.delivered),
         ("sampling.stop_token_ids", params.stop_token_ids),
+        ("sampling.allowed_token_ids", params.allowed_token_ids),
+        ("sampling.logit_bias", tuple(token for token, _ in params.logit_bias)),
+        ("sampling.bad_words", tuple(token for word in params.bad_words for token in word)),
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             bad = next(i for i in ids if not 0 <= i < vocab_size)
@@ -67,3 +72,25 @@ def _problems(
             f"{len(spec.prompt)} tokens and what is generated from them need {needed} KV blocks of"
             f" {blocks.block_size} tokens; this worker has {blocks.num_blocks}",
         )
+
+
+def _rule_problems(params: SamplingParams) -> Iterator[tuple[str, str]]:
+    """As `_problems`, of what changes the logits and of log-probabilities."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(params, name)
+        if not math.isfinite(value):
+            yield f"sampling.{name}", f"must be a number, got {value}"
+    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
+        yield "sampling.repetition_penalty", f"must be a number above 0, got {params.repetition_penalty}"
+    biased = [token for token, _ in params.logit_bias]
+    if len(set(biased)) != len(biased):
+        yield "sampling.logit_bias", "must have each token once"
+    bad = next((bias for _, bias in params.logit_bias if not math.isfinite(bias)), None)
+    if bad is not None:
+        yield "sampling.logit_bias", f"must have numbers, got {bad}"
+    if not all(params.bad_words):
+        yield "sampling.bad_words", "must have at least one token each"
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, name)
+        if value is not None and not 0 <= value <= MAX_LOGPROBS:
+            yield f"sampling.{name}", f"must be in [0, {MAX_LOGPROBS}], got {value}"

@@ -75,15 +75,14 @@ class Link:
 class Chosen:
     """The codec of a transfer and why.
 
-    `final`: it need not be looked at again once the link has been measured. `link`: for which it was chosen.
-    `forecast_s`: what the model alone says of the exposed time; None while the link is only assumed.
+    `final`: it need not be looked at again once the link has been measured. `forecast`: what the model alone says of
+    the exposed time.
     """
 
     codec: Codec
     choice: CodecChoice
     final: bool
-    link: Link
-    forecast_s: float | None
+    forecast: Forecast
 
     @property
     def reason(self) -> str:
@@ -91,11 +90,18 @@ class Chosen:
 
 
 class Forecast(NamedTuple):
-    """`seconds` exposed, said the model of a transfer over `link` by `codec`."""
+    """`seconds` exposed, said the model of a transfer over `link` by `codec`. `assumed`: of a link not measured."""
 
     link: Link
     codec: str
     seconds: float
+    assumed: bool
+
+    def came_out(self, exposed_s: float, now: float) -> None:
+        """The transfer is over. What was said on an assumption that has turned out wrong meanwhile teaches nothing; a
+        link that is still not measured was never waited for, and the assumption did no harm."""
+        if not (self.assumed and self.link.meter.measured(now)):
+            self.link.came_out(self.codec, self.seconds, exposed_s, now)
 
 
 class CodecChooser:
@@ -206,9 +212,10 @@ class CodecChooser:
         choice = choose_codec(transfer)
         if choice.alternatives:  # nobody asked for it by name
             link.last = choice.codec
-        forecast_s = exposed_seconds(transfer, costs[choice.codec]) if measured else None
+        seconds = exposed_seconds(transfer, costs[choice.codec])
+        forecast = Forecast(link, choice.codec, seconds, assumed=not measured)
         final = measured or not choice.alternatives
-        return Chosen(usable[choice.codec], choice, final=final, link=link, forecast_s=forecast_s)
+        return Chosen(usable[choice.codec], choice, final=final, forecast=forecast)
 
     def _decode_of(self, address: str) -> dict[str, Quotient]:
         if address not in self._decode:

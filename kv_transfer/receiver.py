@@ -210,7 +210,7 @@ class KvReceiver:
 
     def servicer(self) -> kv_pb2_grpc.KvServicer:
         """For the worker's gRPC server. Each stream holds one thread of the server's pool."""
-        return GrpcPushServicer(self._accept, self._config.cpu_affinity)
+        return GrpcPushServicer(self.accept, self._config.cpu_affinity)
 
     def close_streams(self) -> None:
         """End every stream, and every one that comes from now on; returns at once. Idempotent.
@@ -265,7 +265,8 @@ class KvReceiver:
 
     # --- streams --------------------------------------------------------------------------------------------------
 
-    def _accept(self, push: PushStream) -> StreamListener:
+    def accept(self, push: PushStream) -> StreamListener:
+        """A sender has opened a stream; its transport tells the listener what comes."""
         with self._desk.lock:
             self._next_stream += 1
             stream = InboundStream(self._next_stream, push, self._clock.now())

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import torch
 
-from kv_transfer.choosing import Chosen, CodecChooser, Forecast
+from kv_transfer.choosing import Chosen, CodecChooser
 from kv_transfer.codec_speed import assumed_costs
 from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.lanes import LoadedFrame
@@ -235,8 +235,7 @@ class KvSender:
             case Finish():
                 send.finished_at = now
             case CommitConfirmed() if send.forecast is not None and send.finished_at is not None:
-                link, codec, seconds = send.forecast
-                link.came_out(codec, seconds, now - send.finished_at, now)
+                send.forecast.came_out(now - send.finished_at, now)
         for effect in send.session.on_event(event, now):
             self._effects.append((send, effect))
 
@@ -322,9 +321,7 @@ class KvSender:
                 encoder_queue_bytes=sum(others),
                 now=now,
             )
-            send.forecast = None
-            if chosen.forecast_s is not None and not send.session.started:
-                send.forecast = Forecast(chosen.link, chosen.codec.name, chosen.forecast_s)
+            send.forecast = None if send.session.started else chosen.forecast
         return chosen
 
     def _unacked(self, more: int) -> None:

@@ -32,6 +32,11 @@ KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
+MODEL_IMPLS = ("auto", "native", "transformers")
+PREEMPT_BY_SWAP = "swap"
+PREEMPT_BY_RECOMPUTE = "recompute"
+PREEMPTION_MODES = (AUTO, PREEMPT_BY_SWAP, PREEMPT_BY_RECOMPUTE)
+"""What `engine.preemption` may be."""
 
 
 def convertible(source: str, target: str, allowed: str) -> bool:
@@ -94,6 +99,11 @@ class EngineConfig:
         threads: intra-op threads of the engine; 0 leaves torch's default.
         cpu_affinity: cores of the engine's threads; empty leaves them free.
         prefix_cache: whether full blocks are kept for prompts that begin alike, as long as memory is not wanted.
+        model_impl: ``native`` takes this project's implementation, ``transformers`` that library's modelling code
+            with this project's paged attention, ``auto`` the native one where there is one for the model.
+        swap_memory: bytes of host memory for the KV of preempted sequences; 0 is none. Taken as it is used.
+        preemption: what becomes of that KV: ``swap`` copies it to host memory as long as there is room, ``recompute``
+            drops it, ``auto`` does what costs less.
     """
 
     model_path: str
@@ -106,11 +116,15 @@ class EngineConfig:
     threads: int = 0
     cpu_affinity: tuple[int, ...] = ()
     prefix_cache: bool = True
+    swap_memory: int = 0
+    preemption: str = AUTO
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    model_impl: str = "auto"
 
     def __post_init__(self) -> None:
         _require(self.dtype in DTYPE_BYTES, "engine.dtype", self.dtype, ", ".join(DTYPE_BYTES))
         _require(self.device in DEVICES, "engine.device", self.device, ", ".join(DEVICES))
+        _require(self.model_impl in MODEL_IMPLS, "engine.model_impl", self.model_impl, ", ".join(MODEL_IMPLS))
         _require(self.block_size in BLOCK_SIZES, "engine.block_size", self.block_size, str(BLOCK_SIZES))
         _require(self.num_blocks >= 1, "engine.num_blocks", self.num_blocks, "an integer >= 1")
         _require(self.threads >= 0, "engine.threads", self.threads, "an integer >= 0")
@@ -119,6 +133,23 @@ class EngineConfig:
             "engine.max_model_len",
             self.max_model_len,
             "an integer >= 1, or nothing",
+        )
+        _require(
+            self.preemption in PREEMPTION_MODES, "engine.preemption", self.preemption, ", ".join(PREEMPTION_MODES)
+        )
+        _require(self.swap_memory >= 0, "engine.swap_memory", self.swap_memory, "an integer >= 0")
+        # An option that would do nothing.
+        _require(
+            not (self.swap_memory and self.preemption == PREEMPT_BY_RECOMPUTE),
+            "engine.swap_memory",
+            self.swap_memory,
+            "0 while preemption is recompute",
+        )
+        _require(
+            bool(self.swap_memory) or self.preemption != PREEMPT_BY_SWAP,
+            "engine.preemption",
+            self.preemption,
+            "auto or recompute while swap_memory is 0",
         )
 
 

@@ -15,6 +15,7 @@
     |  `- InternalError             a bug of ours; the client sees only the request id
     |- ConfigError                  a configuration key or value is wrong: names key, value and what is allowed
     |- ModelError                   a model cannot be found, read or run: names it and says why
+    |  `- UnsupportedModel          it is well formed, but needs something that is not implemented
     |- HandshakeRefused             two processes do not fit together: names both values
     `- TransferError                a KV transfer failed; `retryable` says whether trying again can help
        |- TicketError               unknown, stale, expired, revoked or exhausted ticket
@@ -102,6 +103,10 @@ class ConfigError(PdserveError):
 
 class ModelError(PdserveError):
     """A model cannot be found, read or run."""
+
+
+class UnsupportedModel(ModelError):
+    """A model is well formed, but needs something that is not implemented: the message names it."""
 
 
 class HandshakeRefused(PdserveError):

@@ -54,6 +54,15 @@ class SamplingParams:
             the client asked to ignore them.
         min_tokens: stop tokens are not sampled before this many tokens are generated.
         structured_output: the form that the output must have; None leaves it free.
+        presence_penalty: taken from the logit of every token that has been generated.
+        frequency_penalty: taken from it once for each time that it has been generated.
+        repetition_penalty: the logit of every token of prompt and output is divided by it if positive, else
+            multiplied (> 0; 1 is off).
+        logit_bias: (token, what is added to its logit), each token once.
+        allowed_token_ids: only these are sampled; empty allows all.
+        bad_words: token sequences that never come to stand in prompt and output by a sampled token.
+        logprobs: report log-probabilities of the sampled token and of the this many likeliest; None is off.
+        prompt_logprobs: the same for each prompt token but the first, given those before it.
     """
 
     max_tokens: int
@@ -65,6 +74,14 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     structured_output: StructuredOutput | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +226,8 @@ class WorkerLoad:
 
     Attributes:
         step: engine steps done.
-        waiting, running, paused: sequences by state.
+        waiting, running, paused: sequences by state; swapped ones are among the waiting, or the paused if they lack
+            credit too.
         queued_prefill_tokens: prompt tokens admitted and not yet computed.
         free_blocks, total_blocks, reserved_blocks: KV pool; free are those that can be given away, cached ones that
             nobody uses included; reserved are allocated to uncommitted tickets.
@@ -224,6 +242,9 @@ class WorkerLoad:
             progress is stuck.
         cached_blocks: blocks in the prefix cache, used or not. cached_tokens: prompt tokens that were not computed
             because it had them.
+        swapped: preempted sequences whose KV is in host memory, or on its way there or back.
+        swaps_out, swaps_in: copies to host memory, and back, that have ended well.
+        swap_used_bytes: host memory set aside for them now.
     """
 
     step: int = 0
@@ -242,6 +263,10 @@ class WorkerLoad:
     progress: int = 0
     cached_blocks: int = 0
     cached_tokens: int = 0
+    swapped: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    swap_used_bytes: int = 0
     transfers: dict[str, int] = field(default_factory=dict)
 
 

@@ -23,7 +23,7 @@ from kv_transfer.transport import SendOutcome
 from pdcore.errors import InvalidRequest, PdserveError, TransferError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, RequestKey, RequestSpec
-from worker.events import prefill_notice, token_event
+from worker.events import prefill_notice, prompt_logprobs_notice, token_event
 from worker.handler import NotMyRole, Reporter, TransferLoad, failed_notice
 
 
@@ -127,6 +127,8 @@ class PrefillHandler:
             self._sender.computed(chunk.key, chunk.token_end)
         for stats in result.prefilled:
             self._reporter.notice(stats.key, prefill_notice(stats))
+        for scored in result.prompt_logprobs:
+            self._reporter.notice(scored.key, prompt_logprobs_notice(scored.logprobs))
         # The client should have its first token before the manifest travels: report, then finish.
         self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
         for token in result.tokens:

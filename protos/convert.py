@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pdcore.errors import InvalidRequest
+from pdcore.logprobs import Logprobs
 from pdcore.structured import StructuredOutput, StructureKind
 from pdcore.types import (
     KvEndpoint,
@@ -182,6 +183,10 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         progress=load.progress,
         cached_blocks=load.cached_blocks,
         cached_tokens=load.cached_tokens,
+        swapped=load.swapped,
+        swaps_out=load.swaps_out,
+        swaps_in=load.swaps_in,
+        swap_used_bytes=load.swap_used_bytes,
     )
 
 
@@ -204,6 +209,10 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         progress=message.progress,
         cached_blocks=message.cached_blocks,
         cached_tokens=message.cached_tokens,
+        swapped=message.swapped,
+        swaps_out=message.swaps_out,
+        swaps_in=message.swaps_in,
+        swap_used_bytes=message.swap_used_bytes,
     )
 
 
@@ -263,6 +272,15 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
             stop_token_ids=params.stop_token_ids,
             min_tokens=params.min_tokens,
             structured_output=structured_to_proto(params.structured_output),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            bias_token_ids=[token for token, _ in params.logit_bias],
+            biases=[bias for _, bias in params.logit_bias],
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=[worker_pb2.TokenSequence(token_ids=word) for word in params.bad_words],
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
         ),
         token_window=spec.token_window,
         kv_codec=spec.kv_codec,
@@ -272,7 +290,8 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
 
 
 def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
-    """Raises InvalidRequest for an empty prompt, a `max_tokens` or window below 1, or an empty structured output."""
+    """Raises InvalidRequest for an empty prompt, a `max_tokens` or window below 1, tokens without their bias, or an
+    empty structured output."""
     sampling = message.sampling
     if not message.prompt:
         raise InvalidRequest("prompt", "must have at least one token")
@@ -280,6 +299,9 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
         raise InvalidRequest("sampling.max_tokens", "must be at least 1")
     if message.token_window < 1:
         raise InvalidRequest("token_window", "must be at least 1")
+    if len(sampling.bias_token_ids) != len(sampling.biases):
+        problem = f"{len(sampling.bias_token_ids)} tokens have {len(sampling.biases)} biases"
+        raise InvalidRequest("sampling.logit_bias", problem)
     return RequestSpec(
         key=RequestKey(message.request_id, message.attempt),
         prompt=tuple(message.prompt),
@@ -293,6 +315,14 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
             stop_token_ids=tuple(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens,
             structured_output=structured_from_proto(sampling),
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+            logit_bias=tuple(zip(sampling.bias_token_ids, sampling.biases, strict=True)),
+            allowed_token_ids=tuple(sampling.allowed_token_ids),
+            bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
         ),
         delivered=tuple(message.delivered),
         token_window=message.token_window,
@@ -300,3 +330,25 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
         cache_salt=message.cache_salt,
         rebuild=message.rebuild,
     )
+
+
+def logprobs_to_proto(logprobs: Logprobs) -> worker_pb2.Logprobs:
+    return worker_pb2.Logprobs(
+        start=logprobs.start,
+        top=logprobs.top,
+        values=logprobs.values,
+        top_ids=logprobs.top_ids,
+        top_values=logprobs.top_values,
+    )
+
+
+def logprobs_from_proto(message: worker_pb2.Logprobs) -> Logprobs:
+    """Raises InvalidRequest if the lengths do not agree."""
+    logprobs = Logprobs(
+        message.start, message.top, tuple(message.values), tuple(message.top_ids), tuple(message.top_values)
+    )
+    if not logprobs.well_formed:
+        raise InvalidRequest(
+            "logprobs", f"{len(message.top_ids)} likeliest tokens of {len(logprobs)} x {message.top}"
+        )
+    return logprobs

@@ -132,6 +132,23 @@ class Sampling(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LogitBiasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["key", b"key", "value", b"value"]
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
     MAX_TOKENS_FIELD_NUMBER: builtins.int
     TEMPERATURE_FIELD_NUMBER: builtins.int
     TOP_K_FIELD_NUMBER: builtins.int
@@ -142,6 +159,16 @@ class Sampling(google.protobuf.message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     IGNORE_EOS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """>= 1; default 256, or what is left of the context if that is less"""
@@ -158,7 +185,24 @@ class Sampling(google.protobuf.message.Message):
     ignore_eos: builtins.bool
     """go on past the model's end tokens"""
     min_tokens: builtins.int
-    """no stop token before this many; default 0; at most max_tokens"""
+    """no stop token or string before this many; default 0; at most max_tokens"""
+    presence_penalty: builtins.float
+    """Logits are changed in this order: bias, repetition, frequency, presence; then tokens are excluded; then temperature
+    and the filters above.
+    -2 to 2, taken from the logit of each generated token; default 0
+    """
+    frequency_penalty: builtins.float
+    """-2 to 2, taken from it for each time it was generated; default 0"""
+    repetition_penalty: builtins.float
+    """0.01 to 100; divides the positive and multiplies the negative logits of tokens of prompt and output; default 1"""
+    logprobs: builtins.int
+    """0 to 20: log-probability of each token, and of so many likeliest; unset: none"""
+    prompt_logprobs: builtins.int
+    """0 to 20: the same for each prompt token but the first. The whole prompt is computed then, cached or not."""
+    include_stop_str_in_output: builtins.bool
+    """the text ends behind the stop string (or token), not before it"""
+    skip_special_tokens: builtins.bool
+    """leave special tokens out of the text; default true"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """at most 16 strings of 1 to 256 characters; left out of the output"""
@@ -166,6 +210,18 @@ class Sampling(google.protobuf.message.Message):
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """at most 64"""
+
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
+        """by token id, -100 to 100; at most 1024"""
+
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """only these are sampled, end tokens included; empty: all"""
+
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """never written, with or without a space before; at most 128 of 1 to 256 characters"""
 
     @property
     def structured_output(self) -> protos.worker_pb2.StructuredOutput:
@@ -184,20 +240,42 @@ class Sampling(google.protobuf.message.Message):
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         ignore_eos: builtins.bool = ...,
         min_tokens: builtins.int | None = ...,
+        presence_penalty: builtins.float | None = ...,
+        frequency_penalty: builtins.float | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+        logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_words: collections.abc.Iterable[builtins.str] | None = ...,
+        logprobs: builtins.int | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
+        include_stop_str_in_output: builtins.bool = ...,
+        skip_special_tokens: builtins.bool | None = ...,
         structured_output: protos.worker_pb2.StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["frequency_penalty"]
+    _WhichOneofArgType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]
+    _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
+    _WhichOneofArgType__logprobs: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs"]
     _WhichOneofReturnType__max_tokens: typing_extensions.TypeAlias = typing.Literal["max_tokens"]
     _WhichOneofArgType__max_tokens: typing_extensions.TypeAlias = typing.Literal["_max_tokens", b"_max_tokens"]
     _WhichOneofReturnType__min_p: typing_extensions.TypeAlias = typing.Literal["min_p"]
     _WhichOneofArgType__min_p: typing_extensions.TypeAlias = typing.Literal["_min_p", b"_min_p"]
     _WhichOneofReturnType__min_tokens: typing_extensions.TypeAlias = typing.Literal["min_tokens"]
     _WhichOneofArgType__min_tokens: typing_extensions.TypeAlias = typing.Literal["_min_tokens", b"_min_tokens"]
+    _WhichOneofReturnType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["presence_penalty"]
+    _WhichOneofArgType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]
+    _WhichOneofReturnType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["prompt_logprobs"]
+    _WhichOneofArgType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]
+    _WhichOneofReturnType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["repetition_penalty"]
+    _WhichOneofArgType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["_repetition_penalty", b"_repetition_penalty"]
     _WhichOneofReturnType__seed: typing_extensions.TypeAlias = typing.Literal["seed"]
     _WhichOneofArgType__seed: typing_extensions.TypeAlias = typing.Literal["_seed", b"_seed"]
+    _WhichOneofReturnType__skip_special_tokens: typing_extensions.TypeAlias = typing.Literal["skip_special_tokens"]
+    _WhichOneofArgType__skip_special_tokens: typing_extensions.TypeAlias = typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]
     _WhichOneofReturnType__temperature: typing_extensions.TypeAlias = typing.Literal["temperature"]
     _WhichOneofArgType__temperature: typing_extensions.TypeAlias = typing.Literal["_temperature", b"_temperature"]
     _WhichOneofReturnType__top_k: typing_extensions.TypeAlias = typing.Literal["top_k"]
@@ -205,13 +283,25 @@ class Sampling(google.protobuf.message.Message):
     _WhichOneofReturnType__top_p: typing_extensions.TypeAlias = typing.Literal["top_p"]
     _WhichOneofArgType__top_p: typing_extensions.TypeAlias = typing.Literal["_top_p", b"_top_p"]
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @typing.overload
@@ -410,6 +500,8 @@ class GenerateEvent(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sample: builtins.int
     """0 while one sample per request is made"""
@@ -423,6 +515,14 @@ class GenerateEvent(google.protobuf.message.Message):
     def end(self) -> Global___End:
         """only in the last event"""
 
+    @property
+    def logprobs(self) -> protos.worker_pb2.Logprobs:
+        """of token_ids, if asked for"""
+
+    @property
+    def prompt_logprobs(self) -> protos.worker_pb2.Logprobs:
+        """of the next prompt tokens, if asked for; `start` of the first ones is 1"""
+
     def __init__(
         self,
         *,
@@ -432,10 +532,12 @@ class GenerateEvent(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         text: builtins.str = ...,
         end: Global___End | None = ...,
+        logprobs: protos.worker_pb2.Logprobs | None = ...,
+        prompt_logprobs: protos.worker_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["end", b"end"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["end", b"end", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end", b"end", "request_id", b"request_id", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "token_index", b"token_index"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["end", b"end", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sample", b"sample", "text", b"text", "token_ids", b"token_ids", "token_index", b"token_index"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GenerateEvent: typing_extensions.TypeAlias = GenerateEvent

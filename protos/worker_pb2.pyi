@@ -275,6 +275,63 @@ class StructuredOutput(google.protobuf.message.Message):
 Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
 
 @typing.final
+class TokenSequence(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["token_ids", b"token_ids"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___TokenSequence: typing_extensions.TypeAlias = TokenSequence
+
+@typing.final
+class Logprobs(google.protobuf.message.Message):
+    """Natural logarithms of probabilities, for consecutive tokens of a prompt or an output. They are those of the model's
+    own distribution: before bias, penalties, exclusions, temperature and filters. Token i's likeliest tokens, the
+    likeliest first, are at [i * top, (i + 1) * top).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    TOP_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    TOP_IDS_FIELD_NUMBER: builtins.int
+    TOP_VALUES_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """position of the first token in the prompt, or in the output"""
+    top: builtins.int
+    """likeliest tokens given for each"""
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """of the tokens themselves"""
+
+    @property
+    def top_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def top_values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        start: builtins.int = ...,
+        top: builtins.int = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+        top_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        top_values: collections.abc.Iterable[builtins.float] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["start", b"start", "top", b"top", "top_ids", b"top_ids", "top_values", b"top_values", "values", b"values"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Logprobs: typing_extensions.TypeAlias = Logprobs
+
+@typing.final
 class WorkerSampling(google.protobuf.message.Message):
     """How a worker chooses tokens; the router has checked the ranges and drawn the seed."""
 
@@ -289,6 +346,15 @@ class WorkerSampling(google.protobuf.message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BIASES_FIELD_NUMBER: builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BAD_WORDS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """delivered ones included"""
     temperature: builtins.float
@@ -299,12 +365,34 @@ class WorkerSampling(google.protobuf.message.Message):
     min_p: builtins.float
     seed: builtins.int
     min_tokens: builtins.int
+    presence_penalty: builtins.float
+    frequency_penalty: builtins.float
+    repetition_penalty: builtins.float
+    """1 if unset"""
+    logprobs: builtins.int
+    """of sampled tokens; how many likeliest beside each"""
+    prompt_logprobs: builtins.int
+    """of prompt tokens"""
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def structured_output(self) -> Global___StructuredOutput:
         """unset: the output is free"""
 
+    @property
+    def bias_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """each once"""
+
+    @property
+    def biases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """of those tokens, in order"""
+
+    @property
+    def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """empty: all"""
+
+    @property
+    def bad_words(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenSequence]: ...
     def __init__(
         self,
         *,
@@ -317,11 +405,32 @@ class WorkerSampling(google.protobuf.message.Message):
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         min_tokens: builtins.int = ...,
         structured_output: Global___StructuredOutput | None = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
+        repetition_penalty: builtins.float | None = ...,
+        bias_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        biases: collections.abc.Iterable[builtins.float] | None = ...,
+        allowed_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        bad_words: collections.abc.Iterable[Global___TokenSequence] | None = ...,
+        logprobs: builtins.int | None = ...,
+        prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["structured_output", b"structured_output"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "structured_output", b"structured_output"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
+    _WhichOneofArgType__logprobs: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs"]
+    _WhichOneofReturnType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["prompt_logprobs"]
+    _WhichOneofArgType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]
+    _WhichOneofReturnType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["repetition_penalty"]
+    _WhichOneofArgType__repetition_penalty: typing_extensions.TypeAlias = typing.Literal["_repetition_penalty", b"_repetition_penalty"]
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
 
 Global___WorkerSampling: typing_extensions.TypeAlias = WorkerSampling
 
@@ -622,6 +731,10 @@ class Load(google.protobuf.message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     TRANSFER_EVENTS_FIELD_NUMBER: builtins.int
+    SWAPPED_FIELD_NUMBER: builtins.int
+    SWAPS_OUT_FIELD_NUMBER: builtins.int
+    SWAPS_IN_FIELD_NUMBER: builtins.int
+    SWAP_USED_BYTES_FIELD_NUMBER: builtins.int
     step: builtins.int
     waiting: builtins.int
     running: builtins.int
@@ -640,6 +753,11 @@ class Load(google.protobuf.message.Message):
     """in the prefix cache, used or not"""
     cached_tokens: builtins.int
     """prompt tokens that were not computed because the prefix cache had them"""
+    swapped: builtins.int
+    """preempted sequences whose KV is in host memory, or on its way there or back"""
+    swaps_out: builtins.int
+    swaps_in: builtins.int
+    swap_used_bytes: builtins.int
     @property
     def recomputed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason: preempt, rebuild, replay"""
@@ -668,8 +786,12 @@ class Load(google.protobuf.message.Message):
         cached_blocks: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         transfer_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        swapped: builtins.int = ...,
+        swaps_out: builtins.int = ...,
+        swaps_in: builtins.int = ...,
+        swap_used_bytes: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "swap_used_bytes", b"swap_used_bytes", "swapped", b"swapped", "swaps_in", b"swaps_in", "swaps_out", b"swaps_out", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
@@ -684,6 +806,7 @@ class TokenEvent(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     TOKEN_ID_FIELD_NUMBER: builtins.int
     FINISH_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     sample: builtins.int
@@ -692,6 +815,10 @@ class TokenEvent(google.protobuf.message.Message):
     """position in the generated tokens, delivered ones included"""
     token_id: builtins.int
     finish: Global___TokenFinish.ValueType
+    @property
+    def logprobs(self) -> Global___Logprobs:
+        """of this token, if asked for; the echo of a first token sampled elsewhere has none"""
+
     def __init__(
         self,
         *,
@@ -701,8 +828,11 @@ class TokenEvent(google.protobuf.message.Message):
         index: builtins.int = ...,
         token_id: builtins.int = ...,
         finish: Global___TokenFinish.ValueType = ...,
+        logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "finish", b"finish", "index", b"index", "request_id", b"request_id", "sample", b"sample", "token_id", b"token_id"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprobs", b"logprobs"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "sample", b"sample", "token_id", b"token_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TokenEvent: typing_extensions.TypeAlias = TokenEvent
@@ -767,6 +897,7 @@ class RequestNotice(google.protobuf.message.Message):
     PREFILL_DONE_FIELD_NUMBER: builtins.int
     KV_RECEIVED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     @property
@@ -779,6 +910,10 @@ class RequestNotice(google.protobuf.message.Message):
     def failed(self) -> Global___RequestFailed:
         """the worker holds nothing of the request any more"""
 
+    @property
+    def prompt_logprobs(self) -> Global___Logprobs:
+        """of the next prompt tokens; comes in order, and all before the first token"""
+
     def __init__(
         self,
         *,
@@ -787,12 +922,13 @@ class RequestNotice(google.protobuf.message.Message):
         prefill_done: Global___PrefillDone | None = ...,
         kv_received: protos.kv_pb2.TransferStats | None = ...,
         failed: Global___RequestFailed | None = ...,
+        prompt_logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["failed", b"failed", "kv_received", b"kv_received", "notice", b"notice", "prefill_done", b"prefill_done"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["failed", b"failed", "kv_received", b"kv_received", "notice", b"notice", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "failed", b"failed", "kv_received", b"kv_received", "notice", b"notice", "prefill_done", b"prefill_done", "request_id", b"request_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "failed", b"failed", "kv_received", b"kv_received", "notice", b"notice", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_notice: typing_extensions.TypeAlias = typing.Literal["prefill_done", "kv_received", "failed"]
+    _WhichOneofReturnType_notice: typing_extensions.TypeAlias = typing.Literal["prefill_done", "kv_received", "failed", "prompt_logprobs"]
     _WhichOneofArgType_notice: typing_extensions.TypeAlias = typing.Literal["notice", b"notice"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_notice) -> _WhichOneofReturnType_notice | None: ...
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
+from pdcore.logprobs import Logprobs, joined
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
+from protos.convert import logprobs_from_proto
 from router.channels import client_options
 from router.wire_errors import error_of
 
@@ -54,16 +56,32 @@ class Sampling:
     regex: str | None = None
     choice: Sequence[str] = ()
     grammar: str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `end` has the finish reason, the usage and the timeline."""
+    """A whole answer. `end` has the finish reason, the usage and the timeline.
+
+    `logprobs`: of `token_ids`. `prompt_logprobs`: of the prompt's tokens from the second on. None if not asked for,
+    or if there are no such tokens.
+    """
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     end: generation_pb2.End
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -121,6 +139,16 @@ def _sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
         ignore_eos=sampling.ignore_eos,
         min_tokens=sampling.min_tokens,
         structured_output=_structured_message(sampling),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+        include_stop_str_in_output=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
     )
 
 
@@ -157,15 +185,28 @@ class _Collector:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
         self._last = Event()
 
     def add(self, event: Event) -> None:
         self._text.append(event.text)
         self._token_ids.extend(event.token_ids)
+        if event.HasField("logprobs"):
+            self._logprobs.append(logprobs_from_proto(event.logprobs))
+        if event.HasField("prompt_logprobs"):
+            self._prompt_logprobs.append(logprobs_from_proto(event.prompt_logprobs))
         self._last = event
 
     def completion(self) -> Completion:
-        return Completion(self._last.request_id, "".join(self._text), tuple(self._token_ids), self._last.end)
+        return Completion(
+            self._last.request_id,
+            "".join(self._text),
+            tuple(self._token_ids),
+            self._last.end,
+            joined(self._logprobs) if self._logprobs else None,
+            joined(self._prompt_logprobs) if self._prompt_logprobs else None,
+        )
 
 
 class Client:

@@ -20,7 +20,7 @@ from pdcore.errors import (
 )
 from pdcore.types import FinishReason
 from protos import kv_pb2, worker_pb2
-from protos.convert import spec_to_proto, stats_from_proto
+from protos.convert import logprobs_from_proto, spec_to_proto, stats_from_proto
 from router import tracker as effects_of
 from router.active import ActiveRequest, Counters, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
@@ -292,6 +292,7 @@ class Dispatcher:
                     _FINISH.get(token.finish),
                     sample=token.sample,
                     now=now,
+                    logprobs=logprobs_from_proto(token.logprobs) if token.HasField("logprobs") else None,
                 )
             except Exception as error:  # noqa: BLE001  # one request's bug must not end the session of all
                 self._bug(active, error)
@@ -318,6 +319,10 @@ class Dispatcher:
                 if snapshot is not None:
                     tokens = len(active.tracker.prompt) - done.cached_tokens
                     self._rates.prefilled(snapshot.role, tokens, done.compute_s)
+            elif notice.HasField("prompt_logprobs"):
+                logprobs = logprobs_from_proto(notice.prompt_logprobs)
+                told = active.tracker.prompt_logprobs(worker_id, notice.attempt, logprobs, self._clock.now())
+                self.perform(active, told)
             elif notice.HasField("kv_received"):
                 stats = stats_from_proto(notice.kv_received)
                 self._rates.transferred(stats, len(active.tracker.prompt))

@@ -17,12 +17,13 @@ from pdcore.config import RouterConfig
 from pdcore.errors import InternalError, RequestError, Unavailable
 from pdcore.types import FinishReason
 from protos import generation_pb2, generation_pb2_grpc
-from protos.convert import model_to_proto, stats_to_proto
+from protos.convert import logprobs_to_proto, model_to_proto, stats_to_proto
 from router.dispatcher import Dispatcher, RunningRequest
+from router.logit_validation import check_token_ids
 from router.stream import Chunk, Terminal
 from router.tokenizer import TextModel
 from router.tracker import Timeline
-from router.validation import Limits, check_model, check_token_ids, tokenize_input, validate
+from router.validation import Limits, check_model, tokenize_input, validate
 from router.wire_errors import abort
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             limits=self._limits(),
             in_flight=self._dispatcher.request_ids,
         )
-        running = self._dispatcher.submit(checked, self._text_model.stream(checked.stops), deadline)
+        text = self._text_model.stream(
+            checked.stops,
+            include_stop=checked.include_stop,
+            min_tokens=checked.params.min_tokens,
+            skip_special=checked.skip_special,
+        )
+        running = self._dispatcher.submit(checked, text, deadline)
         task = asyncio.current_task()
         assert task is not None
         call = _Call(running, task)
@@ -119,7 +126,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         while True:
             chunk = await running.take()
             error = chunk.end.outcome.error if chunk.end is not None else None
-            if error is None or chunk.token_ids:
+            if error is None or chunk.token_ids or chunk.prompt_logprobs is not None:
                 event = _event(running.request_id, chunk)
                 call.writing_since = self._clock.now()
                 await context.write(event)
@@ -197,6 +204,10 @@ def _event(request_id: str, chunk: Chunk) -> generation_pb2.GenerateEvent:
     event = generation_pb2.GenerateEvent(
         request_id=request_id, token_index=chunk.index, token_ids=chunk.token_ids, text=chunk.text
     )
+    if chunk.logprobs is not None:
+        event.logprobs.CopyFrom(logprobs_to_proto(chunk.logprobs))
+    if chunk.prompt_logprobs is not None:
+        event.prompt_logprobs.CopyFrom(logprobs_to_proto(chunk.prompt_logprobs))
     if chunk.end is not None and chunk.end.outcome.error is None:
         event.end.CopyFrom(_end(chunk.end))
     return event

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from pdcore.logprobs import Logprobs, joined
 from router.text import TextStream
 from router.tracker import Outcome, Timeline
+
+PROMPT_TOKENS_AT_ONCE = 4096
+"""Prompt tokens whose log-probabilities are in one chunk: with 20 likeliest each that is about 0.6 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +30,15 @@ class Chunk:
     Attributes:
         index: position of the first of `token_ids` in the output.
         text: text that became certain. end: set in the last chunk.
+        logprobs: of `token_ids`. prompt_logprobs: of prompt tokens. None where there are none, or not asked for.
     """
 
     index: int
     token_ids: tuple[int, ...]
     text: str
     end: Terminal | None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 class RequestStream:
@@ -45,19 +52,27 @@ class RequestStream:
         self._text_stream = text
         self._token_ids: list[int] = []
         self._text: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs] = []
         self._taken = 0
         self._end: Terminal | None = None
         self._changed = asyncio.Event()
 
-    def push(self, token_id: int, hidden: bool) -> bool:
+    def push(self, token_id: int, hidden: bool, logprobs: Logprobs | None) -> bool:
         """See `router.tracker.TokenSink`."""
         self._token_ids.append(token_id)
-        if not hidden:
-            text = self._text_stream.push(token_id)
-            if text:
-                self._text.append(text)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        text = self._text_stream.push(token_id, hidden)
+        if text:
+            self._text.append(text)
         self._changed.set()
         return self._text_stream.stopped
+
+    def push_prompt(self, logprobs: Logprobs) -> None:
+        """See `router.tracker.TokenSink`."""
+        self._prompt_logprobs.append(logprobs)
+        self._changed.set()
 
     def end(self, terminal: Terminal) -> None:
         """No more tokens come."""
@@ -69,9 +84,25 @@ class RequestStream:
     async def take(self) -> Chunk:
         """Wait for news, then take all of it. Not to be called after the chunk with the end."""
         await self._changed.wait()
-        self._changed.clear()
         index = self._taken
+        prompt_logprobs, more = self._take_prompt()
+        if more:  # before any token
+            return Chunk(index, (), "", None, prompt_logprobs=prompt_logprobs)
+        self._changed.clear()
         token_ids, self._token_ids = tuple(self._token_ids), []
         text, self._text = "".join(self._text), []
+        logprobs, self._logprobs = (joined(self._logprobs) if self._logprobs else None), []
         self._taken += len(token_ids)
-        return Chunk(index, token_ids, text, self._end)
+        return Chunk(index, token_ids, text, self._end, logprobs, prompt_logprobs)
+
+    def _take_prompt(self) -> tuple[Logprobs | None, bool]:
+        """Log-probabilities of prompt tokens for the next chunk, and whether there are more."""
+        if not self._prompt_logprobs:
+            return None, False
+        every = joined(self._prompt_logprobs)
+        cut = every.start + PROMPT_TOKENS_AT_ONCE
+        if cut >= every.end:
+            self._prompt_logprobs = []
+            return every, False
+        self._prompt_logprobs = [every.between(cut, every.end)]
+        return every.between(every.start, cut), True

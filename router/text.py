@@ -105,7 +105,7 @@ class WindowDetokenizer:
 
 @dataclass(frozen=True, slots=True)
 class StopScan:
-    """`text` may be shown. `matched`: a stop string is complete, and `text` ends where it begins."""
+    """`text` may be shown. `matched`: a stop string is complete, and `text` is all up to it."""
 
     text: str
     matched: bool
@@ -117,9 +117,12 @@ class StopMatcher:
     The first stop string to be complete ends the text; of several that end at the same character the longest, which
     begins first. So the result does not depend on how the text is cut into pieces. Text that may be the beginning of
     a stop string is held back until that is decided.
+
+    `inclusive`: the text ends behind the stop string. Nothing need be held back then.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], inclusive: bool = False) -> None:
+        self._inclusive = inclusive
         self._edges: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._match = [0]  # length of the longest stop string that ends at this node
@@ -140,9 +143,10 @@ class StopMatcher:
             node = self._edges[node].get(character, 0)
             if self._match[node]:
                 self._held = ""
-                return StopScan(text[: position - self._match[node]], matched=True)
+                end = position if self._inclusive else position - self._match[node]
+                return StopScan(text[:end], matched=True)
         self._node = node
-        certain = len(text) - self._depth[node]
+        certain = len(text) if self._inclusive else len(text) - self._depth[node]
         self._held = text[certain:]
         return StopScan(text[:certain], matched=False)
 
@@ -179,16 +183,34 @@ class StopMatcher:
 
 
 class TextStream:
-    """Text of one request's output: tokens in, text out, cut at the first stop string."""
+    """Text of one request's output: tokens in, text out, cut at the first stop string.
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
+    Args:
+        include_stop: the text ends behind the stop string or token, not before it.
+        min_tokens: text of this many tokens from the front is no part of a stop string.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops, include_stop) if stops else None
+        self._include_stop = include_stop
+        self._exempt = min_tokens
         self.stopped = False
 
-    def push(self, token_id: int) -> str:
-        """The text that became certain with this token. Sets `stopped` if a stop string is complete with it."""
-        return self._scan(self._detokenizer.push(token_id))
+    def push(self, token_id: int, hidden: bool = False) -> str:
+        """The text that became certain with this token. Sets `stopped` if a stop string is complete with it.
+
+        `hidden`: it is a stop token, with which the sequence has ended.
+        """
+        if hidden:
+            return self._detokenizer.push(token_id) if self._include_stop else ""
+        piece = self._detokenizer.push(token_id)
+        if self._exempt > 0:
+            self._exempt -= 1
+            return piece
+        return self._scan(piece)
 
     def finish(self) -> str:
         """The rest of the text, once there are no more tokens. Empty after a stop string."""

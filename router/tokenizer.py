@@ -27,7 +27,26 @@ logger = logging.getLogger(__name__)
 THREADS = 2
 SLICE_CHARS = 64 << 10
 """Characters that a thread tokenises at once of a text that may be too long; about 0.1 s."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+# Settings of a generation_config.json that change what transformers would generate, and that nothing here does; with
+# the values at which they do nothing there.
+_NOT_HONOURED: dict[str, object] = {
+    "begin_suppress_tokens": [],
+    "encoder_repetition_penalty": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": 0.0,
+    "sequence_bias": {},
+    "suppress_tokens": [],
+    "typical_p": 1.0,
+}
 T = TypeVar("T")
 
 
@@ -40,6 +59,7 @@ class GenerationDefaults:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -78,8 +98,9 @@ class TextModel:
         }
         self._decoders = _decoder_types(tokenizer)
         self._byte_of = _byte_of_character()
-        # (token, at the start of the text) -> its bytes, None for special tokens; filled as tokens come.
-        self._bytes: dict[tuple[int, bool], bytes | None] = {}
+        # (token, at the start of the text, special ones are left out) -> its bytes, None if it has none; filled as
+        # tokens come.
+        self._bytes: dict[tuple[int, bool, bool], bytes | None] = {}
         self._anchor = next(iter(tokenizer.encode("a", add_special_tokens=False).ids), None)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self.structures = StructureCheck(tokenizer.to_str, next(iter(end_token_ids), None))
@@ -167,32 +188,54 @@ class TextModel:
         # Unlike `encode` this lets the event loop run meanwhile: it gives up the interpreter lock.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    async def tokenize_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text by itself, with nothing around it."""
+        encode = self._tokenizer.encode_batch_fast
+        return await self._run(lambda: [text.ids for text in encode(list(words), add_special_tokens=False)])
+
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of whole outputs, special tokens skipped. Every id must be below the model's vocabulary size."""
         return await self._run(lambda: self._decode(token_ids))
 
-    def stream(self, stops: Sequence[str] = ()) -> TextStream:
-        """A new incremental detokeniser."""
-        return TextStream(self.detokenizer(), stops)
+    def stream(
+        self,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special: bool = True,
+    ) -> TextStream:
+        """A new incremental detokeniser; see `TextStream`. `skip_special`: special tokens have no text."""
+        return TextStream(self.detokenizer(skip_special), stops, include_stop=include_stop, min_tokens=min_tokens)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
         if "ByteLevel" in self._decoders:
-            return ByteDetokenizer(lambda token_id, _: self._cached_bytes(token_id, False, self._byte_level_bytes))
+            return ByteDetokenizer(
+                lambda token_id, _: self._cached_bytes(token_id, False, skip_special, byte_level=True)
+            )
         if "ByteFallback" in self._decoders and self._anchor is not None:
-            return ByteDetokenizer(lambda token_id, start: self._cached_bytes(token_id, start, self._piece_bytes))
-        return WindowDetokenizer(self._decode)
+            return ByteDetokenizer(
+                lambda token_id, start: self._cached_bytes(token_id, start, skip_special, byte_level=False)
+            )
+        return WindowDetokenizer(lambda token_ids: self._decode(token_ids, skip_special))
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def _decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
 
-    def _cached_bytes(self, token_id: int, start: bool, compute: Callable[[str, int, bool], bytes]) -> bytes | None:
-        key = (token_id, start)
+    def _cached_bytes(self, token_id: int, start: bool, skip_special: bool, *, byte_level: bool) -> bytes | None:
+        key = (token_id, start, skip_special)
         if key not in self._bytes:
-            token = None if token_id in self._special else self._tokenizer.id_to_token(token_id)
-            self._bytes[key] = None if token is None else compute(token, token_id, start)
+            special = token_id in self._special
+            token = None if special and skip_special else self._tokenizer.id_to_token(token_id)
+            if token is None:
+                self._bytes[key] = None
+            elif byte_level:
+                self._bytes[key] = self._byte_level_bytes(token)
+            else:
+                self._bytes[key] = token.encode() if special else self._piece_bytes(token, token_id, start)
         return self._bytes[key]
 
-    def _byte_level_bytes(self, token: str, token_id: int, start: bool) -> bytes:
+    def _byte_level_bytes(self, token: str) -> bytes:
         if all(character in self._byte_of for character in token):
             return bytes(self._byte_of[character] for character in token)
         return token.encode()
@@ -315,6 +358,9 @@ def _defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
         value = number(key, lambda value: least <= value <= 2**31 - 1)
         return None if value is None else int(value)
 
+    ignored = sorted(key for key, off in _NOT_HONOURED.items() if generation.get(key) not in (None, off))
+    if ignored:
+        logger.warning("generation_config.json: %s is not supported; ignored", ", ".join(ignored))
     # A publisher who says "do not sample" means greedy decoding, whatever temperature stands beside it.
     greedy = generation.get("do_sample") is False
     return GenerationDefaults(
@@ -323,4 +369,7 @@ def _defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
         top_k=whole("top_k", 0),
         top_p=number("top_p", lambda value: 0 < value <= 1),
         min_p=number("min_p", lambda value: 0 <= value < 1),
+        repetition_penalty=number(
+            "repetition_penalty", lambda value: MIN_REPETITION_PENALTY <= value <= MAX_REPETITION_PENALTY
+        ),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 from pdcore.errors import InvalidRequest, ReplaysExhausted, RequestError
+from pdcore.logprobs import Logprobs
 from pdcore.types import FinishReason, KvTransferStats, RequestKey, RequestSpec, SamplingParams
 from router.policy import Route
 
@@ -35,8 +36,12 @@ class FailureKind(StrEnum):
 class TokenSink(Protocol):
     """Where delivered tokens go, in order and once each."""
 
-    def push(self, token_id: int, hidden: bool) -> bool:
-        """Take the next token; `hidden` tokens have no text. Returns True if a stop string is complete with it."""
+    def push(self, token_id: int, hidden: bool, logprobs: Logprobs | None) -> bool:
+        """Take the next token; `hidden` ones are stop tokens. Returns True if a stop string is complete with it."""
+        ...
+
+    def push_prompt(self, logprobs: Logprobs) -> None:
+        """Take the log-probabilities of the next prompt tokens."""
         ...
 
 
@@ -123,6 +128,17 @@ class Ended:
     outcome: Outcome
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A token of the decode worker that waits for the prefill worker's word."""
+
+    index: int
+    token_id: int
+    finish: FinishReason | None
+    sample: int
+    logprobs: Logprobs | None
+
+
 Effect = SendReserve | SendPrefill | SendGenerate | SendCredit | PrefillComputed | Release | Requeue | Ended
 _NOTHING: Sequence[Effect] = ()
 
@@ -175,6 +191,10 @@ class RequestTracker:
     Tokens are ordered and deduplicated by index: the prefill worker and the decode worker both report the first one.
     What a worker reports of an older attempt, or after the end, changes nothing.
 
+    Log-probabilities come with their tokens, those of the prompt before the first token. Only the prefill worker has
+    them of what it computed, and the decode worker may be heard first: what that one reports is held back then, and
+    the prefill worker kept, until the latter has reported its token.
+
     Windows: tokens that the decode worker reports in this attempt use `token_window`; they are returned, a quarter of
     the window at a time, once the client has taken them. A replay starts with a fresh window, so at most
     ``(replays + 1) * token_window`` tokens wait for a client that reads nothing.
@@ -222,6 +242,10 @@ class RequestTracker:
         self._base = 0  # tokens delivered before it
         self._decode_next = 0  # index that the decode worker reports next
         self._credited = 0
+        self._held: list[_Held] = []
+        self._owed_by_prefill = False  # log-probabilities that nobody else has
+        # Prompt tokens from the front whose log-probabilities are delivered, or not wanted.
+        self._prompt_scored = len(prompt) if params.prompt_logprobs is None else 1
 
     # -- what others may ask -----------------------------------------------------------------------------------
 
@@ -249,6 +273,9 @@ class RequestTracker:
         self._credited = 0
         self._route = route
         self._prefill, self._decode = route.prefill, route.decode
+        self._held = []
+        wants_logprobs = self.params.logprobs is not None or self._prompt_scored < len(self.prompt)
+        self._owed_by_prefill = route.prefill is not None and wants_logprobs
         self._holders = {route.decode: True}
         if not self.delivered:
             self.timeline.chosen = now
@@ -300,12 +327,16 @@ class RequestTracker:
         *,
         sample: int,
         now: float,
+        logprobs: Logprobs | None = None,
     ) -> Sequence[Effect]:
         """A worker reports a token. `index` counts generated tokens, those of earlier attempts included."""
         if attempt != self.attempt or self.state in (RequestState.QUEUED, RequestState.ENDED):
             return _NOTHING
         effects: list[Effect] = []
         if worker_id == self._decode and worker_id in self._holders and self.state is not RequestState.RESERVING:
+            if self._owed_by_prefill:
+                self._held.append(_Held(index, token_id, finish, sample, logprobs))
+                return _NOTHING
             if self.state is not RequestState.DECODING:
                 self._committed(effects)
             self._decode_next = max(self._decode_next, index + 1)
@@ -314,6 +345,8 @@ class RequestTracker:
         elif self.state is RequestState.PREFILLING:
             self.state = RequestState.TRANSFERRING
             effects.append(PrefillComputed(worker_id, self.key))
+        if self._owed_by_prefill:
+            return self._paid(worker_id, _Held(index, token_id, finish, sample, logprobs), effects, now)
 
         expected = len(self.delivered)
         if sample != 0 or index > expected or (index < expected and self.delivered[index] != token_id):
@@ -321,6 +354,11 @@ class RequestTracker:
             effects += self._fail(worker_id, problem, now, done=False)
             return effects
         if index == expected:
+            unscored = self._prompt_scored < len(self.prompt)
+            if unscored or (self.params.logprobs is not None and logprobs is None):
+                problem = f"{worker_id} reported token {index} without log-probabilities"
+                effects += self._fail(worker_id, problem, now, done=False)
+                return effects
             if expected == self._base and expected == 0:
                 self._first_token(now)
             elif expected == 1:
@@ -334,7 +372,7 @@ class RequestTracker:
             hidden = finish is FinishReason.STOP and (
                 params.structured_output is None or token_id in params.stop_token_ids
             )
-            if self._sink.push(token_id, hidden):
+            if self._sink.push(token_id, hidden, logprobs):
                 effects += self._end(Outcome(FinishReason.STOP), now, done=worker_id if finish else None)
                 return effects
             if finish is None and len(self.delivered) >= self.params.max_tokens:
@@ -348,6 +386,20 @@ class RequestTracker:
         if finish is not None:
             effects += self._end(Outcome(finish), now, done=worker_id)
         return effects or _NOTHING
+
+    def prompt_logprobs(self, worker_id: str, attempt: int, logprobs: Logprobs, now: float) -> Sequence[Effect]:
+        """The worker that computes the prompt reports its tokens' log-probabilities; those delivered are dropped."""
+        if attempt != self.attempt or self.state in (RequestState.QUEUED, RequestState.ENDED):
+            return _NOTHING
+        if worker_id != (self._prefill or self._decode):
+            return _NOTHING
+        if logprobs.start > self._prompt_scored or logprobs.end > len(self.prompt):
+            problem = f"{worker_id} reported log-probabilities of prompt tokens {logprobs.start} to {logprobs.end}"
+            return self._fail(worker_id, f"{problem} of {len(self.prompt)} out of order", now, done=False)
+        if logprobs.end > self._prompt_scored:
+            self._sink.push_prompt(logprobs.between(self._prompt_scored, logprobs.end))
+            self._prompt_scored = logprobs.end
+        return _NOTHING
 
     def prefill_done(
         self, worker_id: str, attempt: int, queued_s: float, compute_s: float, cached_tokens: int
@@ -417,10 +469,14 @@ class RequestTracker:
 
     def _spec(self) -> RequestSpec:
         assert self._route is not None
+        params = self.params
+        if params.prompt_logprobs is not None and self._prompt_scored == len(self.prompt):
+            # The client has them: a worker that runs the request again need not compute them again.
+            params = replace(params, prompt_logprobs=None)
         return RequestSpec(
             self.key,
             self.prompt,
-            self.params,
+            params,
             tuple(self.delivered),
             self._token_window,
             cache_salt=self._cache_salt,
@@ -451,8 +507,32 @@ class RequestTracker:
     def _committed(self, effects: list[Effect]) -> None:
         """The decode worker has the KV: the prefill worker is done and frees its blocks itself."""
         self.state = RequestState.DECODING
+        if not self._owed_by_prefill:
+            self._release_prefill(effects)
+
+    def _release_prefill(self, effects: list[Effect]) -> None:
         if self._prefill is not None and self._holders.pop(self._prefill, None) is not None:
             effects.append(Release(self._prefill, self.key, abort=False, reason="committed"))
+
+    def _paid(self, prefill: str, first: _Held, effects: list[Effect], now: float) -> Sequence[Effect]:
+        """The prefill worker has reported its token: take it, then what was held back meanwhile."""
+        self._owed_by_prefill = False
+        if self.state is RequestState.DECODING:
+            self._release_prefill(effects)
+        held, self._held = self._held, []
+        attempt = self.attempt
+        for worker_id, entry in [(prefill, first), *((self._decode, entry) for entry in held)]:
+            effects += self.token(
+                worker_id,
+                attempt,
+                entry.index,
+                entry.token_id,
+                entry.finish,
+                sample=entry.sample,
+                now=now,
+                logprobs=entry.logprobs,
+            )
+        return effects or _NOTHING
 
     def _release_all(self, done: str | None, reason: str) -> list[Effect]:
         """Take every holder out; all but `done` and those that were only planned must be told."""

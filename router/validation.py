@@ -17,6 +17,7 @@ from pdcore.types import SamplingParams
 from protos import generation_pb2
 from protos.convert import structured_from_proto
 from router.admission import PriorityClass
+from router.logit_validation import LogitParams, check_some_allowed, check_token_ids, logit_params
 from router.tokenizer import GenerationDefaults, TextModel
 
 MAX_ID_CHARS = 128
@@ -60,6 +61,7 @@ class GenerationRequest:
     """A checked request. `params` carries the stop token ids of the model unless the client ignores them.
 
     `kv_codec`: a codec's name or ``auto``; empty if the client did not say. `cache_salt`: see `RequestSpec`.
+    `include_stop`, `skip_special`: see `router.text.TextStream` and `router.tokenizer.TextModel.stream`.
     """
 
     request_id: str
@@ -70,6 +72,8 @@ class GenerationRequest:
     tenant: str
     kv_codec: str = ""
     cache_salt: str = ""
+    include_stop: bool = False
+    skip_special: bool = True
 
 
 def check_model(asked: str, served: str) -> None:
@@ -109,8 +113,16 @@ async def validate(
     _check_ranges(sampling)
     stop_token_ids = _stop_token_ids(sampling, limits.vocab_size)
     stops = _stops(sampling.stop)
+    logits = await logit_params(sampling, text_model, text_model.defaults, limits.vocab_size)
     prompt = await _prompt_tokens(message, text_model, limits)
-    params = _params(sampling, text_model, stop_token_ids, len(prompt), limits)
+    params = _params(
+        sampling,
+        text_model,
+        logits=logits,
+        stop_token_ids=stop_token_ids,
+        prompt_tokens=len(prompt),
+        limits=limits,
+    )
     if params.structured_output is not None:  # last, since it costs most
         await text_model.structures.check(params.structured_output, limits.vocab_size)
     return GenerationRequest(
@@ -122,6 +134,8 @@ async def validate(
         tenant=message.tenant,
         kv_codec=message.kv_codec,
         cache_salt=message.cache_salt,
+        include_stop=sampling.include_stop_str_in_output,
+        skip_special=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
     )
 
 
@@ -157,14 +171,6 @@ async def _text_tokens(
             return await _chat_tokens(message.chat, text_model, limits)
         case _:
             raise InvalidRequest("input", "one of prompt and chat must be set")
-
-
-def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequest for an id that is not in the vocabulary."""
-    if token_ids and max(token_ids) >= vocab_size:
-        position, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
-        problem = f"must be below the vocabulary size {vocab_size}, got {token_id}"
-        raise InvalidRequest(f"{field}[{position}]", problem)
 
 
 def _request_id(asked: str, in_flight: Collection[str]) -> str:
@@ -247,7 +253,9 @@ async def _prompt_tokens(
 
 async def _chat_tokens(chat: generation_pb2.Chat, text_model: TextModel, limits: Limits) -> list[int]:
     if not text_model.has_chat_template:
-        raise InvalidRequest("chat", "this model has no chat template; use prompt or token_ids")
+        raise InvalidRequest(
+            "chat", "this model's tokenizer has no chat template; write the conversation into prompt or token_ids"
+        )
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must have at least one message")
     if len(chat.messages) > limits.context_tokens:  # each is one token at least
@@ -285,6 +293,8 @@ def _check_length(field: str, prompt_tokens: int, limits: Limits) -> None:
 def _params(
     sampling: generation_pb2.Sampling,
     text_model: TextModel,
+    *,
+    logits: LogitParams,
     stop_token_ids: tuple[int, ...],
     prompt_tokens: int,
     limits: Limits,
@@ -305,6 +315,8 @@ def _params(
     if min_tokens > max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"must be at most max_tokens ({max_tokens}), got {min_tokens}")
     ends = () if sampling.ignore_eos else text_model.end_token_ids
+    stops = tuple(dict.fromkeys((*ends, *stop_token_ids)))
+    check_some_allowed(logits, stops if min_tokens else ())
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_number(sampling, "temperature", defaults, 1.0),
@@ -312,9 +324,17 @@ def _params(
         top_p=_number(sampling, "top_p", defaults, 1.0),
         min_p=_number(sampling, "min_p", defaults, 0.0),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-        stop_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
+        stop_token_ids=stops,
         min_tokens=min_tokens,
         structured_output=structured_from_proto(sampling),
+        presence_penalty=logits.presence_penalty,
+        frequency_penalty=logits.frequency_penalty,
+        repetition_penalty=logits.repetition_penalty,
+        logit_bias=logits.logit_bias,
+        allowed_token_ids=logits.allowed_token_ids,
+        bad_words=logits.bad_words,
+        logprobs=logits.logprobs,
+        prompt_logprobs=logits.prompt_logprobs,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,17 @@ def demo_model() -> Path:
     from engine.model_store import resolve_model
 
     return resolve_model("smollm2-135m").path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Models that are a few kilobytes wide gain nothing from a second thread, which would only spin."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -4,8 +4,10 @@ router knows them."""
 from __future__ import annotations
 
 from engine.engine import PrefillStats, TokenOut
+from pdcore.logprobs import Logprobs
 from pdcore.types import FinishReason
 from protos import worker_pb2
+from protos.convert import logprobs_to_proto
 
 _FINISH = {
     None: worker_pb2.TOKEN_FINISH_UNSPECIFIED,
@@ -15,9 +17,12 @@ _FINISH = {
 
 
 def token_event(token: TokenOut) -> worker_pb2.TokenEvent:
-    return worker_pb2.TokenEvent(
+    event = worker_pb2.TokenEvent(
         sample=token.sample, index=token.index, token_id=token.token_id, finish=_FINISH[token.finish]
     )
+    if token.logprobs is not None:
+        event.logprobs.CopyFrom(logprobs_to_proto(token.logprobs))
+    return event
 
 
 def prefill_notice(stats: PrefillStats) -> worker_pb2.RequestNotice:
@@ -25,3 +30,7 @@ def prefill_notice(stats: PrefillStats) -> worker_pb2.RequestNotice:
         queued_s=stats.queued_s, compute_s=stats.compute_s, chunks=stats.chunks, cached_tokens=stats.cached_tokens
     )
     return worker_pb2.RequestNotice(prefill_done=done)
+
+
+def prompt_logprobs_notice(logprobs: Logprobs) -> worker_pb2.RequestNotice:
+    return worker_pb2.RequestNotice(prompt_logprobs=logprobs_to_proto(logprobs))

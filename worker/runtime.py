@@ -114,8 +114,11 @@ class WorkerRuntime:
             on_pressure=self._revoke,
             max_reserved_fraction=config.transfer.max_reserved_fraction,
             guards=OutputGuards.load(Path(config.engine.model_path), runner.model.vocab_size),
+            prefer_swap=config.role is Role.DECODE,
+            on_copied=self._wake,
+            on_crash=self.crashed,
         )
-        self._endings.callback(self.engine.close)
+        self._endings.callback(self._end_engine)
         self._warm_up()
         self.hub = SessionHub(
             welcome=self._welcome(),
@@ -170,6 +173,13 @@ class WorkerRuntime:
         if not self.loop.stop():
             logger.error("the engine loop did not end; a step is stuck")
 
+    def _wake(self) -> None:
+        self.loop.wake()  # which there is as soon as there can be copies
+
+    def _end_engine(self) -> None:
+        if not self.engine.close():
+            logger.error("the swap thread did not end; a copy is stuck")
+
     def crashed(self, error: BaseException) -> None:
         """A thread without which this worker cannot do its work has ended by `error`."""
         self.fail(f"{threading.current_thread().name} has failed: {error!r}")
@@ -209,18 +219,20 @@ class WorkerRuntime:
         return self.loop.looks + self.runner.progress.total(self.runner.geometry.num_layers)
 
     def _warm_up(self) -> None:
-        """Run a small request before the first real one, which would pay for lazy set-up otherwise (about 1 s)."""
+        """Run two small requests before the first real one: the first pays for lazy set-up (about 1 s), the second
+        shows how fast tokens are computed here."""
         tokens = min(_WARM_UP_TOKENS, self.engine.max_model_len - 2)
         if tokens < 1:
             return
-        key = RequestKey("warm-up", 0)
-        spec = RequestSpec(key, (0,) * tokens, SamplingParams(max_tokens=2, temperature=0.0))
-        try:
-            self.engine.add(spec, SequenceKind.GENERATE)
-        except InvalidRequest:  # a pool too small even for this: nothing to warm
-            return
-        while (plan := self.engine.schedule()) is not None:
-            self.engine.apply(plan, self.engine.execute(plan))
+        for token in range(2):
+            key = RequestKey(f"warm-up-{token}", 0)
+            spec = RequestSpec(key, (token,) * tokens, SamplingParams(max_tokens=2, temperature=0.0))
+            try:
+                self.engine.add(spec, SequenceKind.GENERATE)
+            except InvalidRequest:  # a pool too small even for this: nothing to warm
+                return
+            while (plan := self.engine.schedule()) is not None:
+                self.engine.apply(plan, self.engine.execute(plan))
 
     def _revoke(self, ticket_owner: str) -> None:
         self.handler.revoke(ticket_owner)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect, fail, failed_call
+from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
 from cluster.cli.structured import structured_output
 from cluster.timeline import Answer, timeline_table
 from protos import generation_pb2, generation_pb2_grpc
@@ -49,6 +50,30 @@ def generate(
     grammar: Annotated[
         Path | None, typer.Option(help="The output follows the EBNF in this file (Lark or GBNF).", metavar="FILE")
     ] = None,
+    include_stop: Annotated[
+        bool, typer.Option("--include-stop", help="Show the stop string or token that ended it.")
+    ] = False,
+    keep_special: Annotated[bool, typer.Option("--keep-special", help="Show special tokens in the text.")] = False,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="-2 to 2: against each token that was generated.")
+    ] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="-2 to 2: the same, for each time it was.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: against each token of prompt and output.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=BIAS", help="Add BIAS to a token's logit; may be repeated.")
+    ] = None,
+    allowed_token: Annotated[
+        list[int] | None, typer.Option(help="Sample only this token id; may be repeated.")
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never write this word; may be repeated.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Show each token's log-probability, and those of the K likeliest.", metavar="K")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="The same for each prompt token but the first.", metavar="K")
+    ] = None,
     kv_codec: Annotated[
         str, typer.Option(help="How the prompt's KV travels: auto or a codec; default: the cluster's setting.")
     ] = "",
@@ -60,7 +85,7 @@ def generate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end; do not stream.")] = False,
 ) -> None:
-    """Generate text on a running cluster and stream it to the terminal.
+    """Generate text on a running cluster and stream it to the terminal; tables go to standard error.
 
     Exit codes: 0 done, 1 failed or nobody answers, 2 a bad flag or request, 75 try again later, 130 interrupted.
 
@@ -86,10 +111,16 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "min_tokens": min_tokens,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
     }
     texts = {"--model": model, "--request-id": request_id, "--cache-salt": cache_salt, "--kv-codec": kv_codec}
-    texts |= {"--system": system or "", "the prompt": prompt or ""} | {"--stop": "".join(stop or ())}
+    texts |= {"--system": system or "", "the prompt": prompt or ""}
     texts |= {"--regex": regex or "", "--choice": "".join(choice or ())}
+    texts |= {"--stop": "".join(stop or ()), "--bad-word": "".join(bad_word or ())}
     for name, text in texts.items():
         if not _is_text(text):
             raise fail(f"{name} is not valid UTF-8", EXIT_USAGE)
@@ -97,17 +128,31 @@ def generate(
         request_id=request_id, model=model, kv_codec=kv_codec, cache_salt=cache_salt
     )
     _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
-    request.sampling.MergeFrom(generation_pb2.Sampling(stop=stop or [], ignore_eos=ignore_eos))
+    request.sampling.MergeFrom(
+        generation_pb2.Sampling(
+            stop=stop or [],
+            ignore_eos=ignore_eos,
+            include_stop_str_in_output=include_stop,
+            skip_special_tokens=False if keep_special else None,
+            bad_words=bad_word or [],
+        )
+    )
     structured = structured_output(json_schema, json_object, regex, choice, grammar)
     if structured is not None:
         request.sampling.structured_output.CopyFrom(structured)
-    for name, value in {**sampling, "stop_token": stop_token}.items():
+    for entry in logit_bias or ():
+        _set_bias(request.sampling, entry)
+    for name, value in {**sampling, "stop_token": stop_token, "allowed_token": allowed_token}.items():
         if value is not None:
             _set_sampling(request.sampling, name, value)
     with connect(address) as channel:
         answer = _stream(channel, request, address, timeout=timeout, echo=not as_json)
+        shown = [] if as_json else logprob_tables(answer, TokenTexts(channel))
     if as_json:
-        print(json.dumps({**answer.to_dict(), "token_ids": answer.token_ids}, indent=2))
+        extra = {"token_ids": answer.token_ids, **logprobs_to_dict(answer)}
+        print(json.dumps({**answer.to_dict(), **extra}, indent=2))
+    for table in shown:
+        Console(stderr=True).print(table)
     if timeline:
         Console(stderr=True).print(timeline_table([answer]))
 
@@ -124,12 +169,23 @@ def _is_text(text: str) -> bool:
 def _set_sampling(message: generation_pb2.Sampling, name: str, value: float | list[int]) -> None:
     try:
         if isinstance(value, list):
-            message.stop_token_ids.extend(value)
+            getattr(message, f"{name}_ids").extend(value)
         else:
             setattr(message, name, value)
     except (ValueError, TypeError) as error:
         flag = f"--{name.replace('_', '-')}"
         raise fail(f"{flag}: {value} is not allowed; allowed: what fits in its type ({error})", EXIT_USAGE) from error
+
+
+def _set_bias(message: generation_pb2.Sampling, entry: str) -> None:
+    token_id, _, bias = entry.partition("=")
+    try:
+        message.logit_bias[int(token_id)] = float(bias)
+    except (ValueError, TypeError) as error:
+        raise fail(
+            f"--logit-bias: {entry[:40]!r} is not allowed; allowed: a token id and a number, as in '504=-5'",
+            EXIT_USAGE,
+        ) from error
 
 
 def _read_prompt(prompt: str | None) -> str:

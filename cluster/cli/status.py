@@ -110,6 +110,7 @@ _LOAD = (
     _Column("run", lambda item: str(item.load.running), right=True),
     _Column("wait", lambda item: str(item.load.waiting), right=True),
     _Column("pause", lambda item: str(item.load.paused), right=True, dispensable=1),
+    _Column("swapped", lambda item: str(item.load.swapped), right=True, dispensable=3),
     _Column("queued\ntokens", lambda item: str(item.load.queued_prefill_tokens), right=True),
     _Column("KV blocks\nused", _used, right=True),
     _Column("prefix\ncache", lambda item: str(item.load.cached_blocks), right=True, dispensable=2),

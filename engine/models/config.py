@@ -1,4 +1,4 @@
-"""The architecture of a Llama-family model, read from ``config.json`` and checked."""
+"""The architecture of a model of the Llama shape, read from ``config.json`` and checked."""
 
 from __future__ import annotations
 
@@ -7,22 +7,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.models.rope import RopeConfig
-from pdcore.errors import ModelError
+from engine.models.families import FAMILIES, ConfigReader
+from engine.models.rope import RopeConfig, parse_rope
+from pdcore.errors import ModelError, UnsupportedModel
 
-_ROPE_KINDS = ("default", "linear", "llama3")
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts in place of some layers' MLP.
+
+    Attributes:
+        num_experts, experts_per_token: a token goes to the `experts_per_token` experts of the highest probability.
+        intermediate_size: width inside an expert.
+        norm_weights: whether the probabilities of the chosen experts are scaled to a sum of one.
+        layers: which layers have experts.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    norm_weights: bool
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Shapes and constants of a Llama model.
+    """Shapes, constants and features of a model of the Llama shape.
 
     Attributes:
         hidden_size: width of the residual stream. intermediate_size: width inside the MLP.
         num_heads, num_kv_heads, head_dim: attention; query head h reads KV head ``h // (num_heads // num_kv_heads)``.
         max_position: the longest sequence that the model was made for, in tokens.
         tied_embeddings: the output head is the embedding table.
-        attention_bias, mlp_bias: whether the projections have biases.
+        qkv_bias, out_bias, mlp_bias: whether the projections have biases.
+        qk_norm: whether each head of queries and keys is normalised before it is rotated.
+        windows: of each layer; a query sees the last so many positions, its own included; None: all.
+        rope_layers: which layers rotate queries and keys.
+        moe: the experts of a sparse model.
     """
 
     vocab_size: int
@@ -36,16 +57,17 @@ class LlamaConfig:
     norm_eps: float
     rope: RopeConfig
     tied_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    out_bias: bool
     mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    rope_layers: tuple[bool, ...]
+    moe: MoeConfig | None
 
 
-def read_config(folder: Path) -> LlamaConfig:
-    """Read ``config.json`` of a Hugging Face folder.
-
-    Raises:
-        ModelError: it is missing or malformed, or describes a model that this engine cannot run; says why.
-    """
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """The contents of a Hugging Face folder's ``config.json``. Raises `ModelError` if it is missing or malformed."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -55,81 +77,68 @@ def read_config(folder: Path) -> LlamaConfig:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: not a JSON object")
-    return parse_config(raw, path)
+    return raw
+
+
+def read_config(folder: Path) -> LlamaConfig:
+    """Read ``config.json`` of a Hugging Face folder.
+
+    Raises:
+        ModelError: it is missing or malformed.
+        UnsupportedModel: it describes a model that has no native implementation; says why.
+    """
+    return parse_config(read_raw_config(folder), folder / "config.json")
 
 
 def parse_config(raw: dict[str, Any], path: Path) -> LlamaConfig:
-    """Check the contents of a ``config.json``; `path` is named in errors."""
-    _refuse_unsupported(raw, path)
+    """Check the contents of a ``config.json``; `path` is named in errors, which are those of `read_config`."""
+    model_type, architectures = raw.get("model_type"), raw.get("architectures") or []
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or any(name != family.architecture for name in architectures):
+        named = ", ".join(architectures) or repr(model_type)
+        supported = ", ".join(known.architecture for known in FAMILIES.values())
+        raise UnsupportedModel(f"{path}: architecture {named} is not supported; supported: {supported}")
+    refuse_quantised(raw, path)
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedModel(f"{path}: activation {raw['hidden_act']!r} is not supported; supported: silu")
 
-    def integer(key: str, default: int | None = None) -> int:
-        value = raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{path}: {key} must be an integer >= 1, got {value!r}")
-        return value
-
-    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
-    kv_heads = integer("num_key_value_heads", heads)
-    head_dim = integer("head_dim", hidden // heads)
+    reader = ConfigReader(raw, path)
+    hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    kv_heads = reader.integer("num_key_value_heads", heads)
+    head_dim = reader.integer("head_dim", family.head_dim or hidden // heads)
     if heads % kv_heads:
         raise ModelError(f"{path}: {heads} attention heads cannot share {kv_heads} KV heads")
     if head_dim % 2:
         raise ModelError(f"{path}: head_dim must be even for rotary embeddings, got {head_dim}")
+    rope, max_position = parse_rope(raw, path, family.theta, reader.integer("max_position_embeddings", 2048))
+    qkv_bias, out_bias, mlp_bias = family.biases(reader)
+    experts = family.experts(reader)
+    if experts and experts.experts_per_token > experts.num_experts:
+        raise ModelError(f"{path}: {experts.experts_per_token} experts for each token, of {experts.num_experts}")
     return LlamaConfig(
-        vocab_size=integer("vocab_size"),
+        vocab_size=reader.integer("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=integer("intermediate_size"),
-        num_layers=integer("num_hidden_layers"),
+        intermediate_size=reader.integer("intermediate_size"),
+        num_layers=reader.num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        max_position=integer("max_position_embeddings", 2048),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw, path),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        max_position=max_position,
+        norm_eps=float(raw.get("rms_norm_eps", family.norm_eps)),
+        rope=rope,
+        tied_embeddings=reader.flag("tie_word_embeddings", family.tied),
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        qk_norm=family.qk_norm,
+        windows=family.windows(reader),
+        rope_layers=family.rope_layers(reader),
+        moe=MoeConfig(*experts) if experts else None,
     )
 
 
-def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
-    architectures = raw.get("architectures") or []
-    model_type = raw.get("model_type")
-    if model_type != "llama" or any(name != "LlamaForCausalLM" for name in architectures):
-        named = ", ".join(architectures) or repr(model_type)
-        raise ModelError(f"{path}: architecture {named} is not supported; supported: LlamaForCausalLM")
+def refuse_quantised(raw: dict[str, Any], path: Path) -> None:
+    """Raise `ModelError` if the weights are packed: neither implementation reads them."""
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"{path}: quantised weights ({method}) are not supported; use an unquantised checkpoint")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"{path}: activation {raw['hidden_act']!r} is not supported; supported: silu")
-
-
-def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
-    """transformers 5 writes ``rope_parameters``; before, it was ``rope_theta`` and ``rope_scaling``."""
-    values = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in _ROPE_KINDS:
-        raise ModelError(f"{path}: rope scaling {kind!r} is not supported; supported: {', '.join(_ROPE_KINDS)}")
-    if values.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{path}: partial rotary embeddings are not supported")
-    theta = float(values.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    if kind == "default":
-        return RopeConfig(kind, theta)
-    needed = ["factor"]
-    if kind == "llama3":
-        needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    missing = [key for key in needed if key not in values]
-    if missing:
-        raise ModelError(f"{path}: rope scaling {kind!r} lacks {', '.join(missing)}")
-    if kind == "linear":
-        return RopeConfig(kind, theta, float(values["factor"]))
-    return RopeConfig(
-        kind,
-        theta,
-        float(values["factor"]),
-        float(values["low_freq_factor"]),
-        float(values["high_freq_factor"]),
-        int(values["original_max_position_embeddings"]),
-    )

@@ -11,12 +11,13 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.native.build import NativeUnavailable, open_library
+from pdcore.native_build import NativeUnavailable, open_library
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ _process = _Process()
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    return open_library()
+    return open_library("pdkv", Path(__file__).parent)
 
 
 _ARGUMENTS: Final[dict[str, Any]] = {

@@ -64,6 +64,11 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
         if self.error is not None:
             context.abort(*self.error)
 
+    def Detokenize(
+        self, request: generation_pb2.DetokenizeRequest, context: grpc.ServicerContext
+    ) -> generation_pb2.DetokenizeReply:
+        return generation_pb2.DetokenizeReply(text="".join(f"t{token_id}" for token_id in request.token_ids))
+
     def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusReply:
@@ -99,7 +104,10 @@ def test_generate_streams_the_text(cluster: ScriptedCluster) -> None:
 def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
     flags = (
         "--max-tokens 9 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed 18446744073709551615 --stop A "
-        "--stop B --stop-token 4 --min-tokens 2 --ignore-eos --request-id r1 --model m --kv-codec q8 --cache-salt s"
+        "--stop B --stop-token 4 --min-tokens 2 --ignore-eos --request-id r1 --model m --kv-codec q8 --cache-salt s "
+        "--include-stop --keep-special --presence-penalty 0.5 --frequency-penalty -0.25 --repetition-penalty 1.5 "
+        "--logit-bias 7=-2.5 --logit-bias 9=4 --allowed-token 1 --allowed-token 2 --bad-word x --logprobs 0 "
+        "--prompt-logprobs 3"
     )
     run = Run("generate", "Why?", "--address", cluster.address, *flags.split())
     assert run.code == 0, run.err
@@ -120,6 +128,16 @@ def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
             stop_token_ids=[4],
             min_tokens=2,
             ignore_eos=True,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            presence_penalty=0.5,
+            frequency_penalty=-0.25,
+            repetition_penalty=1.5,
+            logit_bias={7: -2.5, 9: 4.0},
+            allowed_token_ids=[1, 2],
+            bad_words=["x"],
+            logprobs=0,
+            prompt_logprobs=3,
         ),
     )
 
@@ -203,6 +221,48 @@ def test_generate_json(cluster: ScriptedCluster) -> None:
     }
 
 
+SCORED = [
+    Event(prompt_logprobs=worker_pb2.Logprobs(start=1, top=1, values=[-4.5], top_ids=[3], top_values=[-0.5])),
+    Event(
+        token_ids=[7, 8],
+        text="Because ",
+        logprobs=worker_pb2.Logprobs(
+            top=2, values=[-0.25, -1.5], top_ids=[7, 5, 6, 8], top_values=[-0.25, -2.0, -1.0, -1.5]
+        ),
+    ),
+    Event(
+        token_ids=[9],
+        text="so.",
+        token_index=2,
+        logprobs=worker_pb2.Logprobs(start=2, top=2, values=[-0.125], top_ids=[9, 5], top_values=[-0.125, -3.0]),
+    ),
+    Event(end=END),
+]
+
+
+def test_generate_logprobs_json(cluster: ScriptedCluster) -> None:
+    cluster.events = SCORED
+    data = json.loads(Run("generate", "Why?", "--json", "--logprobs", "2", "--address", cluster.address).out)
+    assert [entry["position"] for entry in data["logprobs"]] == [0, 1, 2]
+    assert data["logprobs"][1] == {
+        "position": 1,
+        "logprob": -1.5,
+        "top": [{"token_id": 6, "logprob": -1.0}, {"token_id": 8, "logprob": -1.5}],
+    }
+    assert data["prompt_logprobs"] == [{"position": 1, "logprob": -4.5, "top": [{"token_id": 3, "logprob": -0.5}]}]
+
+
+def test_generate_logprobs_as_tables_on_standard_error(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    cluster.events = SCORED
+    run = Run("generate", "Why?", "--logprobs", "2", "--address", cluster.address)
+    assert run.out == "Because so.\n"
+    for words in ("Prompt log-probabilities", "-4.500", "'t7'", "-0.125", "'t5' -3.000"):
+        assert words in run.err, words
+
+
 def test_generate_timeline_goes_to_standard_error(cluster: ScriptedCluster) -> None:
     run = Run("generate", "Why?", "--timeline", "--address", cluster.address)
     assert run.out == "Because so.\n"
@@ -264,6 +324,12 @@ def test_generate_does_not_take_half_an_answer_for_a_whole_one(cluster: Scripted
         (("--max-tokens", "-1"), "--max-tokens: -1 is not allowed"),
         (("--seed", str(2**64)), "--seed: "),
         (("--stop-token", "-7"), "--stop-token: [-7] is not allowed"),
+        (("--logit-bias", "7"), "--logit-bias: '7' is not allowed"),
+        (("--logit-bias", "-7=1"), "--logit-bias: '-7=1' is not allowed"),
+        (("--logit-bias", "x=1"), "--logit-bias: 'x=1' is not allowed"),
+        (("--allowed-token", "-7"), "--allowed-token: [-7] is not allowed"),
+        (("--bad-word", "\udcff"), "--bad-word is not valid UTF-8"),
+        (("--logprobs", "-1"), "--logprobs: -1 is not allowed"),
         (("--request-id", "\udcff"), "--request-id is not valid UTF-8"),
         (("--stop", "\udcff"), "--stop is not valid UTF-8"),
     ],

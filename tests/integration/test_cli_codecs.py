@@ -75,7 +75,8 @@ def test_calibrating_on_given_texts(model: Path, cache: Path, tmp_path: Path) ->
     assert result.stdout.splitlines()[-1] == str(out)
     assert not cache.exists()
     load_calibration(out, model_geometry(model, "float16"))
-    wrong = invoke("codecs", "--model", str(model), "--calibration", str(out))
+    other = tiny_llama(tmp_path / "other", seed=1)
+    wrong = invoke("codecs", "--model", str(other), "--calibration", str(out))
     assert wrong.exit_code == 1
     assert "transfer.calibration" in wrong.stderr
     right = ("--calibration", str(out), "--dtype", "float16", "--codecs", "tc4", "--prompts", "1", "--tokens", "4")

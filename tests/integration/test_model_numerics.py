@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import attention, loader
-from engine.loader import load_runner
-from engine.runner import CpuModelRunner
-from pdcore.config import EngineConfig, SchedulerConfig
 from pdcore.types import SamplingParams
+from tests.support.model_oracle import Oracle, greedy_equals, random_walk, runner_for, tokens_of
 from tests.support.steps import ManualDriver, ManualSequence, Part
 from tests.support.tiny_model import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,25 +37,6 @@ VARIANTS = {
 }
 
 
-def runner_for(path: Path, dtype: str = "float32", block_size: int = 16, num_blocks: int = 256) -> CpuModelRunner:
-    scheduler = SchedulerConfig(max_num_seqs=64)
-    config = EngineConfig(
-        str(path), "tiny", dtype=dtype, block_size=block_size, num_blocks=num_blocks, scheduler=scheduler
-    )
-    return load_runner(config)
-
-
-class Oracle:
-    """Logits of transformers, per prompt: [tokens, vocab]."""
-
-    def __init__(self, path: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
-
-    @torch.inference_mode()
-    def __call__(self, tokens: list[int]) -> torch.Tensor:
-        return self._model(torch.tensor([tokens])).logits[0]
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("tiny") / "model")
@@ -65,32 +45,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def oracle(tiny: Path) -> Oracle:
     return Oracle(tiny)
-
-
-def tokens_of(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(512), k=length)
-
-
-def random_walk(driver: ManualDriver, oracle: Oracle, seed: int, max_seqs: int = 10, max_len: int = 90) -> None:
-    """Sequences of random lengths go through random chunks in random mixtures; every sampled row is compared."""
-    rng = random.Random(seed)
-    sequences = [ManualSequence(tokens_of(rng.randint(1, max_len), rng.random())) for _ in range(max_seqs)]
-    expected = [oracle(sequence.tokens) for sequence in sequences]
-    while pending := [s for s in sequences if s.computed < len(s.tokens)]:
-        chosen = rng.sample(pending, rng.randint(1, len(pending)))
-        parts = []
-        for sequence in chosen:
-            left = len(sequence.tokens) - sequence.computed
-            count = rng.choice([1, left, rng.randint(1, left)])
-            parts.append(Part(sequence, count, sample=rng.random() < 0.8))
-        parts.sort(key=lambda part: part.count > 1)
-        logits = driver.logits(parts)
-        sampled = [part.sequence for part in parts if part.sample]
-        assert logits.shape == (len(sampled), 512)
-        for row, sequence in zip(logits, sampled, strict=True):
-            reference = expected[sequences.index(sequence)][sequence.computed - 1]
-            assert torch.allclose(row, reference, atol=1e-4, rtol=0)
-    driver.release(sequences)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -125,16 +79,7 @@ def test_every_prompt_length_around_blocks(tiny: Path, oracle: Oracle) -> None:
 
 
 def test_greedy_decoding_in_a_batch_equals_decoding_alone_and_transformers(tiny: Path, oracle: Oracle) -> None:
-    driver = ManualDriver(runner_for(tiny))
-    prompts = [tokens_of(length, length) for length in (1, 7, 16, 33, 200)]
-    together = driver.generate(prompts, steps=12)
-    chunked = driver.generate(prompts, steps=12, chunk=13)
-    for prompt, tokens, in_chunks in zip(prompts, together, chunked, strict=True):
-        forced = oracle(prompt + tokens)
-        top = forced[len(prompt) - 1 : -1].topk(2).values
-        assert (top[:, 0] - top[:, 1]).min() > 1e-3, "a near-tie: choose another prompt"
-        assert tokens == forced[len(prompt) - 1 : -1].argmax(-1).tolist()
-        assert tokens == in_chunks == driver.generate([prompt], steps=12)[0]
+    greedy_equals(ManualDriver(runner_for(tiny)), oracle, lengths=(1, 7, 16, 33, 200), steps=12)
 
 
 def test_token_from_slot_is_the_one_last_sampled_there(tiny: Path) -> None:

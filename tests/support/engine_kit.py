@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.engine import Engine, SequenceKind, StepResult, TokenOut
+from engine.step import KvCache
 from engine.structured import OutputGuards
+from engine.swap import Copier, Copy, ThreadCopier
 from pdcore.clock import Clock, ManualClock
 from pdcore.config import EngineConfig, SchedulerConfig
 from pdcore.structured import StructuredOutput
@@ -26,17 +28,71 @@ def make_engine(
     on_pressure: Callable[[str], None] | None = None,
     clock: Clock | None = None,
     guards: OutputGuards | None = None,
+    swap_blocks: int = 0,
+    preemption: str = "auto",
+    prefer_swap: bool = False,
+    copier: ManualCopier | None = None,
+    on_copied: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """An engine with these scheduler limits, on a clock that stands still."""
+    """An engine with these scheduler limits, on a clock that stands still.
+
+    `swap_blocks`: its host memory. `copier`: runs its copies; a thread does if there is none.
+    """
+    geometry = runner.geometry
     config = EngineConfig(
         "fake",
         "fake",
         max_model_len=max_model_len,
         prefix_cache=prefix_cache,
+        swap_memory=swap_blocks * geometry.block_size * geometry.bytes_per_token,
+        preemption=preemption,
         scheduler=SchedulerConfig(budget, max_num_seqs, chunk, local_prefill_tokens),
     )
     pressure = on_pressure or (lambda owner: None)
-    return Engine(runner, config, clock or ManualClock(), pressure, max_reserved_fraction, guards=guards)
+    return Engine(
+        runner,
+        config,
+        clock or ManualClock(),
+        pressure,
+        max_reserved_fraction,
+        guards=guards,
+        prefer_swap=prefer_swap,
+        on_copied=on_copied,
+        make_copier=ThreadCopier if copier is None else copier.attach,
+    )
+
+
+class ManualCopier:
+    """A copier that runs nothing by itself: copies wait, and end in whichever order and way a test wants."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Copy] = []
+        self.done: list[Copy] = []
+
+    def attach(
+        self, cache: KvCache, done: Callable[[Copy], None], on_crash: Callable[[BaseException], None]
+    ) -> Copier:
+        self._cache, self._tell = cache, done
+        return self
+
+    def submit(self, copy: Copy) -> None:
+        self.waiting.append(copy)
+
+    def finish(self, index: int = 0, *, error: Exception | None = None, seconds: float = 0.0) -> None:
+        """End a waiting copy, well or with `error`."""
+        copy = self.waiting.pop(index)
+        copy.run(self._cache)
+        copy.error = copy.error or error
+        copy.seconds = seconds
+        self.done.append(copy)
+        self._tell(copy)
+
+    def finish_all(self) -> None:
+        while self.waiting:
+            self.finish()
+
+    def close(self, timeout_s: float) -> bool:
+        return True
 
 
 def request(
@@ -56,8 +112,12 @@ def request(
     vocab_size: int = 256,
     salt: str = "",
     structured: StructuredOutput | None = None,
+    **params_extra: object,
 ) -> RequestSpec:
-    """A request; a number as the prompt stands for that many tokens that depend on the name."""
+    """A request; a number as the prompt stands for that many tokens that depend on the name.
+
+    `params_extra`: more fields of `SamplingParams`.
+    """
     if isinstance(prompt, int):
         start = sum(name.encode())
         prompt = [(start + 7 * i * i + i) % vocab_size for i in range(prompt)]
@@ -71,6 +131,7 @@ def request(
         stop_token_ids=tuple(stop),
         min_tokens=min_tokens,
         structured_output=structured,
+        **params_extra,  # type: ignore[arg-type]
     )
     return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt)
 
@@ -94,13 +155,21 @@ def step(engine: Engine) -> StepResult | None:
     return result
 
 
-def run(engine: Engine, steps: int = 2000) -> list[TokenOut]:
-    """Step until nothing is left to do; all tokens, in order. Fails if that takes more than `steps`."""
+def run(engine: Engine, steps: int = 2000, copier: ManualCopier | None = None, late: int = 0) -> list[TokenOut]:
+    """Step until nothing is left to do; all tokens, in order. Fails if that takes more than `steps`.
+
+    `copier`: its copies end when `late` steps have run, or when nothing else can run.
+    """
     tokens: list[TokenOut] = []
-    for _ in range(steps):
+    for i in range(steps):
         if not engine.has_work():
             break
         result = step(engine)
+        if copier is not None and copier.waiting and (result is None or i % (late + 1) == late):
+            copier.finish()
+            engine.check_integrity()
+            if result is None:
+                continue
         assert result is not None, f"nothing can run: {engine.load()}"
         assert not result.rejected, result.rejected
         tokens.extend(result.tokens)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.step import StepInput, StepOutput, StepProgress
+from engine.step import RowLogprobs, StepInput, StepOutput, StepProgress
 from pdcore.types import FinishReason, KvGeometry, ModelInfo, RequestSpec, SamplingParams
 
 DIGITS = 10  # of base 128, exact in every cache dtype: 3 of the token, 3 of the position, 4 of the digest
@@ -100,7 +100,13 @@ class FakeRunner:
         self._last_sampled[step.sample_slots] = sampled
         self.steps += 1
         self.computed += len(tokens)
-        return StepOutput(np.array(sampled, np.int64))
+        logprobs = scores = None
+        if step.logprobs is not None:
+            wanted = np.array(sampled, np.int64)[step.logprobs >= 0]
+            logprobs = fake_logprobs(wanted, int(step.logprobs.max()))
+        if step.scores is not None:
+            scores = fake_logprobs(step.scores.targets, step.scores.top)
+        return StepOutput(np.array(sampled, np.int64), logprobs, scores)
 
     def _chain(self, step: StepInput, s: int, tokens: NDArray[np.int64], digests: NDArray[np.int64]) -> None:
         start, end = int(step.query_start[s]), int(step.query_start[s + 1])
@@ -123,6 +129,12 @@ class FakeRunner:
             forbidden.update(np.flatnonzero(~allowed[r]).tolist())
         position = int(step.sample_positions[r])
         return _choose(context, seed, int(step.sample_index[r]), position, forbidden, self.model.vocab_size)
+
+
+def fake_logprobs(tokens: NDArray[np.int64], top: int) -> RowLogprobs:
+    """A token's log-probability is minus its id; the likeliest tokens are therefore 0, 1, 2 ..."""
+    likeliest = np.broadcast_to(np.arange(top, dtype=np.int32), (len(tokens), top))
+    return RowLogprobs(-tokens.astype(np.float32), likeliest, -likeliest.astype(np.float32))
 
 
 def oracle(runner: FakeRunner, spec: RequestSpec, limit: int | None = None) -> tuple[list[int], FinishReason | None]:
@@ -204,6 +216,15 @@ def check_step(step: StepInput, geometry: KvGeometry, max_num_seqs: int) -> None
     ):
         array = getattr(step, name)
         assert (array.dtype, array.shape) == (np.dtype(dtype), shape), (name, array.dtype, array.shape)
+    if step.logprobs is not None:
+        assert (step.logprobs.dtype, step.logprobs.shape) == (np.dtype(np.int32), (rows,))
+        assert (step.logprobs >= 0).any()
+    if step.scores is not None:
+        scored = step.scores
+        assert (scored.rows.dtype, scored.targets.dtype) == (np.dtype(np.int32), np.dtype(np.int64))
+        assert scored.rows.shape == scored.targets.shape
+        assert len(scored.rows) > 0
+        assert not set(scored.rows.tolist()) & set(step.sample_rows.tolist()), "the next token of a sample is unknown"
     counts = np.diff(step.query_start)
     assert step.query_start[0] == 0
     assert step.query_start[-1] == tokens

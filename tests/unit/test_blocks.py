@@ -11,7 +11,7 @@ from engine.blocks import BlockManager, Owner, OwnerKind
 from pdcore.types import RequestKey
 
 KEYS = [RequestKey(f"r{i}", 0) for i in range(3)]
-OWNERS = [make(key) for key in KEYS for make in (Owner.sequence, Owner.send)] + [
+OWNERS = [make(key) for key in KEYS for make in (Owner.sequence, Owner.send, Owner.swap)] + [
     Owner.ticket("t0"),
     Owner.ticket("t1"),
 ]

@@ -56,6 +56,15 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"decode.scheduler.max_num_seqs": 1000}, "decode.scheduler.max_num_seqs", 1000, "max_num_batched_tokens"),
         ({"transfer.credit_bytes": "300KiB"}, "transfer.credit_bytes", 300 << 10, "at least twice message_bytes"),
         ({"dead_after_s": 0.6}, "dead_after_s", 0.6, "at least twice heartbeat_s"),
+        ({"decode.preemption": "drop"}, "decode.preemption", "drop", "'auto', 'swap' or 'recompute'"),
+        ({"decode.preemption": "swap"}, "decode.preemption", "swap", "auto or recompute while swap_memory is 0"),
+        (
+            {"aggregated.swap_memory": "1MiB", "aggregated.preemption": "recompute"},
+            "aggregated.swap_memory",
+            1 << 20,
+            "0 while preemption is recompute",
+        ),
+        ({"prefill.swap_memory": "1MiB"}, "prefill.swap_memory", "1MiB", "one of the keys workers"),
         ({"dtype": "float32", "transfer.codec": "bexp-zstd"}, "transfer.codec", "bexp-zstd", "auto, raw, zstd, q8"),
         ({"router.kv_codec_by_class.batch": "bexp4"}, "router.kv_codec_by_class.batch", "bexp4", "you mean bexp3?"),
         (
@@ -152,9 +161,10 @@ def make_workers(config: ClusterConfig, model: Path, cores: list[int] | None = C
 def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
     config = load_text(
         tmp_path,
-        "dtype: float16\nmax_model_len: 99\nheartbeat_s: 0.25\ndead_after_s: 2\ndrain_timeout_s: 7\n"
+        "dtype: float16\nmax_model_len: 99\nmodel_impl: transformers\n"
+        "heartbeat_s: 0.25\ndead_after_s: 2\ndrain_timeout_s: 7\n"
         "prefill: {workers: 2, block_size: 8, num_blocks: 5, threads: 3, cpu_affinity: [1]}\n"
-        "decode: {workers: 1, prefix_cache: false, "
+        "decode: {workers: 1, prefix_cache: false, swap_memory: 1MiB, preemption: swap, "
         "scheduler: {max_num_seqs: 9, max_num_batched_tokens: 100, local_prefill_tokens: 3}}\n"
         "aggregated: {workers: 1}\ntransfer: {codec: zstd, lease_s: 4, cpu_affinity: []}\n",
     )
@@ -167,12 +177,15 @@ def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
     assert prefill.engine.model_path == str(model)
     assert (prefill.engine.dtype, prefill.engine.max_model_len, prefill.engine.served_name) == ("float16", 99, "m")
     assert (prefill.engine.block_size, prefill.engine.num_blocks) == (8, 5)
+    assert {worker.engine.model_impl for worker in workers} == {"transformers"}
     assert (prefill.engine.threads, prefill.engine.cpu_affinity) == (3, (1,))
     assert (prefill.host, prefill.port, prefill.controller) == ("10.0.0.1", 0, "127.0.0.1:1")
     assert (prefill.heartbeat_s, prefill.dead_after_s, prefill.drain_timeout_s) == (0.25, 2.0, 7.0)
     assert (decode.engine.scheduler.max_num_seqs, decode.engine.scheduler.max_num_batched_tokens) == (9, 100)
     assert (prefill.engine.prefix_cache, decode.engine.prefix_cache) == (True, False)
     assert decode.engine.scheduler.local_prefill_tokens == 3
+    assert (decode.engine.swap_memory, decode.engine.preemption) == (1 << 20, "swap")
+    assert (workers[3].engine.swap_memory, workers[3].engine.preemption) == (0, "auto")
     assert (decode.transfer.codec, decode.transfer.lease_s, decode.transfer.cpu_affinity) == ("zstd", 4.0, ())
     assert decode.faults == ()
 
@@ -202,12 +215,21 @@ def test_kv_memory_becomes_whole_blocks(tmp_path: Path, model: Path) -> None:
     with pytest.raises(ConfigError, match="at least one block: 6144 bytes") as refusal:
         make_workers(too_small, model)
     assert refusal.value.key == "prefill.kv_memory"
+    too_small = load_text(tmp_path, "decode: {workers: 1, swap_memory: 6143, num_blocks: 9}\n")
+    with pytest.raises(ConfigError, match="0, or at least one block: 6144 bytes") as refusal:
+        make_workers(too_small, model)
+    assert refusal.value.key == "decode.swap_memory"
 
 
 def test_head_dim_of_the_model_wins_over_the_quotient(model: Path) -> None:
     shape = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**shape, "head_dim": 32}))
     assert kv_bytes_per_token(model, "float32") == 2 * 3 * 2 * 32 * 4
+
+
+def test_shape_under_other_names(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 3, "n_head": 4, "n_embd": 64}')
+    assert kv_bytes_per_token(tmp_path, "float32") == 2 * 3 * 4 * 16 * 4
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"hidden_size": 64}'])

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.engine import Reservation, SequenceKind, StepPlan
 from engine.step import StepOutput
+from pdcore.clock import ManualClock
 from pdcore.types import FinishReason, RequestKey, RequestSpec
-from tests.support.engine_kit import make_engine, prefill_and_transfer, prompt_of, request
+from tests.support.engine_kit import ManualCopier, make_engine, prefill_and_transfer, prompt_of, request
 from tests.support.fake_runner import FakeRunner, oracle
 
 VOCAB = 32  # small, so that stop tokens come up
@@ -41,6 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     Pools hold a few requests at most, so that memory is short most of the time. Most prompts begin like others, so
     that blocks are shared; what the model generates does not depend on it, and neither does what the test expects.
+    Copies to and from host memory end, well or badly, at any moment and in any order.
     """
 
     @initialize(
@@ -52,16 +54,19 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.integers(1, 12),
         fraction=st.sampled_from([0.5, 1.0]),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        swap_blocks=st.sampled_from([0, 5, 40]),
+        preemption=st.sampled_from(["auto", "swap"]),
     )
     def build(
         self, blocks: int, block_size: int, source_block_size: int, max_num_seqs: int, more_budget: int, chunk: int,
-        fraction: float, prefix_cache: bool,
+        fraction: float, prefix_cache: bool, swap_blocks: int, preemption: str,
     ) -> None:  # fmt: skip
         self.runner = FakeRunner(
             num_blocks=blocks, block_size=block_size, vocab_size=VOCAB, max_num_seqs=max_num_seqs
         )
         self.budget, self.max_num_seqs, self.chunk = max_num_seqs + more_budget, max_num_seqs, chunk
         self.revoked: list[str] = []
+        self.clock, self.copier = ManualClock(), ManualCopier()
         self.engine = make_engine(
             self.runner,
             budget=self.budget,
@@ -71,6 +76,10 @@ class EngineMachine(RuleBasedStateMachine):
             max_reserved_fraction=fraction,
             prefix_cache=prefix_cache,
             on_pressure=self.revoked.append,
+            clock=self.clock,
+            swap_blocks=swap_blocks,
+            preemption=preemption if swap_blocks else "auto",
+            copier=self.copier,
         )
         self.source_runner = FakeRunner(num_blocks=64, block_size=source_block_size, vocab_size=VOCAB)
         self.source = make_engine(self.source_runner, budget=9, max_num_seqs=9, chunk=7)
@@ -81,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.plan: StepPlan | None = None
         self.output: StepOutput | None = None
         self.count = 0
+        self.reported = 0  # tokens
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -161,6 +171,40 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.release_send(key)
         self.sends.remove(key)
 
+    @rule()
+    def clients_stall(self) -> None:
+        self.clock.advance(2.0)
+
+    # -- host memory -------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.copier.waiting)
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
+    def copy_ends(self, data: st.DataObject, fails: bool) -> None:
+        index = data.draw(st.integers(0, len(self.copier.waiting) - 1))
+        self.copier.finish(index, error=OSError("no memory") if fails else None)
+
+    @precondition(lambda self: self.plan is None and self.live)
+    @rule()
+    def steps_until_a_copy(self) -> None:
+        """Or until nothing can run."""
+        for _ in range(40):
+            if self.copier.waiting:
+                return
+            self.schedule()
+            if self.plan is None:
+                return
+            self.execute()
+            self.apply()
+            self.integrity()
+
+    @precondition(lambda self: any(not copy.cancelled for copy in self.copier.waiting))
+    @rule(data=st.data())
+    def abort_during_a_copy(self, data: st.DataObject) -> None:
+        copy = data.draw(st.sampled_from([copy for copy in self.copier.waiting if not copy.cancelled]))
+        assert self.engine.abort(copy.key)
+        del self.live[copy.key]
+        assert copy.cancelled
+
     # -- tickets -----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.tickets) < 4)
@@ -217,7 +261,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert sum(counts) <= self.budget
         assert len({chunk.key for chunk in chunks}) == len(chunks) <= self.max_num_seqs
         assert all(count <= self.chunk for count in counts)
+        moving = {copy.key for copy in self.copier.waiting}
         for chunk in chunks:
+            assert chunk.key not in moving, "a sequence ran while its KV was being copied"
             expected = self.live[chunk.key]
             assert expected.credit > expected.echo_pending, "a sequence ran without credit"
             known = len(expected.spec.known_tokens)
@@ -231,10 +277,15 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule(steps=st.integers(1, 16))
     def whole_steps(self, steps: int) -> None:
+        """Steps without a pause; a copy ends when nothing else can go on, so that more come to be under way."""
         for _ in range(steps):
             self.schedule()
             if self.plan is None:
-                return
+                if not self.copier.waiting:
+                    return
+                self.copier.finish()
+                self.integrity()
+                continue
             self.execute()
             self.apply()
             self.integrity()
@@ -252,6 +303,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.output is not None
         result = self.engine.apply(self.plan, self.output)
         self.plan = self.output = None
+        self.reported += len(result.tokens)
         assert not result.rejected
         prefilled = []
         for token in result.tokens:
@@ -284,6 +336,7 @@ class EngineMachine(RuleBasedStateMachine):
             (self.cached.add if added else self.cached.remove)(name)
         assert self.cached == set(self.engine.cached_names())
         assert load.cached_blocks == len(self.cached)
+        assert load.preemptions <= self.reported + self.count, "preempted again without a new token"
         over = sum(e.echo_pending and len(e.tokens) == 1 for e in self.live.values())  # only its news is left
         assert load.waiting + load.running + load.paused == len(self.live) - over
 
@@ -308,16 +361,22 @@ class EngineMachine(RuleBasedStateMachine):
                 self.engine.release_send(key)
             if not self.engine.has_work():
                 break
+            moving = bool(self.copier.waiting)
+            self.copier.finish_all()
             self.schedule()
-            assert self.plan is not None, f"nothing can run: {self.engine.load()}"
+            if self.plan is None:
+                assert moving or self.copier.waiting, f"nothing can run: {self.engine.load()}"
+                continue
             self.execute()
             self.apply()
             self.engine.check_integrity()
         assert not self.live, f"starved: {self.live}"
         for key in self.sends:
             self.engine.release_send(key)
+        self.copier.finish_all()  # of aborted ones
         load = self.engine.load()
         assert load.free_blocks == load.total_blocks
+        assert (load.swapped, load.swap_used_bytes) == (0, 0)
         assert (load.waiting, load.running, load.paused, load.open_tickets, load.open_sends) == (0, 0, 0, 0, 0)
         self.engine.check_integrity()
 

@@ -405,7 +405,7 @@ class TestAborts:
         plan = engine.schedule()
         assert plan is not None
         ids = engine.execute(plan).token_ids.copy()
-        ids[[chunk.key.request_id for chunk in plan.chunks].index("bad")] = -1
+        ids[[chunk.key.request_id for chunk in plan.chunks].index("bad")] = runner.model.vocab_size
         result = engine.apply(plan, StepOutput(np.asarray(ids)))
         assert [key.request_id for key, _ in result.rejected] == ["bad"]
         engine.check_integrity()

@@ -74,7 +74,7 @@ def make_calls(
 
 def test_calls_from_other_threads_at_any_moment() -> None:
     runner = FakeRunner(num_blocks=24, block_size=8)
-    engine = make_engine(runner, budget=24, max_num_seqs=6, chunk=13)
+    engine = make_engine(runner, budget=24, max_num_seqs=6, chunk=13, swap_blocks=30, preemption="swap")
     stop = threading.Event()
     specs: dict[RequestKey, RequestSpec] = {}
     aborted: set[RequestKey] = set()
@@ -96,8 +96,10 @@ def test_calls_from_other_threads_at_any_moment() -> None:
         got = stepping.result(60)
     for key in specs:
         engine.release_send(key)
+    assert engine.close()
     engine.check_integrity()
     assert engine.load().free_blocks == 24
+    assert engine.load().swap_used_bytes == 0
     assert engine.load().cached_tokens > 0
     assert 0 < len(aborted) < len(specs)
     for key, spec in specs.items():

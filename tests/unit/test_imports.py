@@ -24,7 +24,7 @@ WIRE = ("grpc", "google.protobuf")
 SERVING = ("ray", "pydantic", "typer")
 HEAVY = ("torch", "transformers", "triton")
 
-PDCORE = ("clock", "config", "config_json", "costs", "errors", "faults", "types")
+PDCORE = ("clock", "config", "config_json", "costs", "errors", "faults", "logprobs", "types")
 
 
 def others(*allowed: str) -> tuple[str, ...]:
@@ -35,7 +35,17 @@ CASES = [
     *[(f"pdcore.{name}", (*OURS, *WIRE, *SERVING, *HEAVY, "numpy")) for name in PDCORE],
     *[
         (f"engine.{name}", (*others("engine"), *WIRE, *SERVING, *HEAVY))
-        for name in ("sequence", "blocks", "scheduler", "step")
+        for name in (
+            "sequence",
+            "blocks",
+            "scheduler",
+            "step",
+            "preemption",
+            "snapshot",
+            "swap",
+            "token_rules",
+            "scoring",
+        )
     ],
     *[
         (f"kv_transfer.{name}", (*others("kv_transfer"), *WIRE, *SERVING, *HEAVY))

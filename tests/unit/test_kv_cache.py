@@ -98,9 +98,24 @@ def test_out_of_range_is_refused(
 def test_values_of_another_shape_or_dtype_are_refused() -> None:
     cache = cache_of()
     good = random_values(cache, 1, 4)
-    for bad in (good.float(), good[:, :1], good[..., :4], good[0], good[:, :, :, :2]):
+    for bad in (good.float(), good[:, :1], good[..., :4], good[0]):
         with pytest.raises(ValueError, match="values must be"):
             cache.scatter(0, [0], 0, bad)
+    heads = cache.geometry.num_kv_heads
+    for values, start in ((good, 1), (good[:, :, :, :1], heads), (good[:, :, :, :1], -1), (good[:, :, :, :0], 0)):
+        with pytest.raises(ValueError, match="heads"):
+            cache.scatter(0, [0], 0, values, start)
+
+
+def test_a_range_of_heads_is_written_and_no_other() -> None:
+    cache = cache_of()
+    whole = random_values(cache, cache.geometry.num_layers, 20)
+    cache.scatter(0, [3, 1], 0, whole)
+    part = random_values(cache, cache.geometry.num_layers, 20)[:, :, :, :1]
+    cache.scatter(0, [3, 1], 0, part, 1)
+    expected = whole.clone()
+    expected[:, :, :, 1:2] = part
+    assert torch.equal(cache.gather(0, cache.geometry.num_layers, [3, 1], 0, 20), expected)
 
 
 def test_copies_let_other_threads_run() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.choosing import ASSUMED_LINK_BYTES_S, Chosen, CodecChooser
+from kv_transfer.choosing import ASSUMED_LINK_BYTES_S, Chosen, CodecChooser, Forecast
 from kv_transfer.codec_speed import assumed_costs
 from kv_transfer.codecs.bexp3 import Bexp3Codec
 from kv_transfer.codecs.bexp_zstd import BexpZstdCodec
@@ -69,10 +69,12 @@ def saturate(chooser: CodecChooser, bytes_s: float, start: float = 0.0, frames: 
 def test_a_ticket_accepts_what_is_lossless_and_what_was_asked_for() -> None:
     assert CODECS.accepted("auto", ["bfloat16"]) == ("bexp3", "bexp-zstd", "zstd", "raw")
     assert CODECS.accepted("zstd", ["bfloat16"]) == ("zstd", "bexp3", "bexp-zstd", "raw")
-    assert CODECS.accepted("q8", "bfloat16") == ("q8", "bexp3", "bexp-zstd", "zstd", "raw")
-    assert CODECS.accepted("bexp3", "float32") == ("zstd", "raw")
+    assert CODECS.accepted("q8", ["bfloat16"]) == ("q8", "bexp3", "bexp-zstd", "zstd", "raw")
+    assert CODECS.accepted("bexp3", ["float32"]) == ("zstd", "raw")
+    # KV of any type that the receiver converts.
+    assert CODECS.accepted("auto", ["float32", "bfloat16"]) == ("bexp3", "bexp-zstd", "zstd", "raw")
     assert CODECS.fitting("float32") == ("zstd", "raw", "q8")
-    assert CodecRegistry((RawCodec(), Q8Codec())).accepted("q9", "float32") == ("raw",)
+    assert CodecRegistry((RawCodec(), Q8Codec())).accepted("q9", ["float32"]) == ("raw",)
 
 
 def test_what_both_ends_have_may_be_used() -> None:
@@ -142,7 +144,7 @@ def test_plain_zstd_is_for_caches_that_nothing_better_can_pack() -> None:
     chooser = CodecChooser(CODECS, "float32", costs)
     chosen = chooser.choose(
         "auto",
-        CODECS.accepted("auto", "float32"),
+        CODECS.accepted("auto", ["float32"]),
         ADDRESS,
         "grpc",
         raw_bytes=64 << 20,
@@ -167,10 +169,14 @@ def test_how_transfers_came_out_corrects_the_model() -> None:
     """What it does not know of, such as cores that all stages share, is learned codec by codec, and forgotten."""
     chooser = CodecChooser(CODECS, "bfloat16", COSTS)
     link = chooser.link(ADDRESS, "grpc")
-    assert choose(chooser).forecast_s is None  # of a link that is only assumed, nothing is said that could be wrong
+    early = choose(chooser).forecast
+    assert early.assumed
     end = saturate(chooser, 1e9, frames=200)
     chosen = choose(chooser, now=end)
-    assert (chosen.codec.name, chosen.link, chosen.forecast_s) == ("bexp3", link, chosen.choice.exposed_s)
+    assert chosen.forecast == Forecast(link, "bexp3", chosen.choice.exposed_s, assumed=False)
+    # It was said of an assumption, which has turned out wrong since.
+    early.came_out(100.0, end)
+    assert link.correction(early.codec, end) == 1.0
     forecast_s = chosen.choice.exposed_s
     for later in range(3):
         link.came_out("bexp3", forecast_s, 3 * forecast_s, end + later)
@@ -190,6 +196,18 @@ def test_how_transfers_came_out_corrects_the_model() -> None:
     for _ in range(10):
         link.came_out("zstd", 0.001, 100.0, 5.0)
     assert link.correction("zstd", 5.0) == 4.0
+
+
+def test_a_link_that_nobody_waits_for_teaches_too() -> None:
+    """It is never measured: what transfers wait for is work at both ends, of which raw is not always the least."""
+    chooser = CodecChooser(CODECS, "bfloat16", COSTS)
+    link = chooser.link(ADDRESS, "shm")
+    chosen = choose(chooser, transport="shm")
+    assert chosen.codec.name == "raw"
+    chosen.forecast.came_out(3 * chosen.forecast.seconds, 1.0)
+    assert link.correction("raw", 1.0) == pytest.approx(3.0, rel=0.1)
+    link.came_out("bexp3", chosen.forecast.seconds, chosen.forecast.seconds, 1.0)
+    assert choose(chooser, transport="shm", now=1.0).codec.name == "bexp3"
 
 
 def test_a_broken_stream_takes_its_frames_along_and_leaves_the_knowledge() -> None:
@@ -213,7 +231,7 @@ def test_costs_cover_every_codec_that_fits() -> None:
         for asked in ("auto", "raw", "q8"):
             chooser.choose(
                 asked,
-                CODECS.accepted(asked, dtype),
+                CODECS.accepted(asked, [dtype]),
                 ADDRESS,
                 "grpc",
                 raw_bytes=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from kv_transfer.codecs.base import SectionShape
 from kv_transfer.codecs.bexp3 import Bexp3Codec
 from kv_transfer.codecs.bexp_zstd import BexpZstdCodec
 from kv_transfer.codecs.word_split import join_words, split_words
-from kv_transfer.native.build import NativeUnavailable, open_library
 from kv_transfer.native.library import (
     LEVELS,
     NativeKernels,
@@ -34,8 +34,10 @@ from kv_transfer.native.library import (
     set_native,
 )
 from pdcore.errors import FrameError
+from pdcore.native_build import NativeUnavailable, open_library
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "kv_transfer" / "native"
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -234,10 +236,13 @@ def works(library: ctypes.CDLL) -> bool:
     )
 
 
+open_kv_library = functools.partial(open_library, "pdkv", SOURCES)
+
+
 def test_built_once_and_again_when_damaged(tmp_path: Path, compiler: Path) -> None:
     cache = tmp_path / "cache"
-    assert works(open_library(cache, [str(compiler)]))
-    assert works(open_library(cache, [str(compiler)]))
+    assert works(open_kv_library(cache, [str(compiler)]))
+    assert works(open_kv_library(cache, [str(compiler)]))
     assert compilations(compiler) == 1
     whole = cached_file(cache).read_bytes()
     truncated, altered = whole[: len(whole) // 2], whole[:5000] + bytes([whole[5000] ^ 255]) + whole[5001:]
@@ -246,7 +251,7 @@ def test_built_once_and_again_when_damaged(tmp_path: Path, compiler: Path) -> No
         new = tmp_path / "damaged"
         new.write_bytes(damaged)
         new.replace(cached_file(cache))
-        assert works(open_library(cache, [str(compiler)]))
+        assert works(open_kv_library(cache, [str(compiler)]))
         assert compilations(compiler) == count
         assert len(cached_file(cache).read_bytes()) == len(whole)
 
@@ -254,8 +259,9 @@ def test_built_once_and_again_when_damaged(tmp_path: Path, compiler: Path) -> No
 def test_processes_that_build_at_the_same_time(tmp_path: Path, compiler: Path) -> None:
     script = f"""
         from pathlib import Path
-        from kv_transfer.native.build import open_library
-        print(open_library(Path({str(tmp_path / "cache")!r}), [{str(compiler)!r}]).pdkv_levels() & 1)
+        from pdcore.native_build import open_library
+        library = open_library("pdkv", Path({str(SOURCES)!r}), Path({str(tmp_path / "cache")!r}), [{str(compiler)!r}])
+        print(library.pdkv_levels() & 1)
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     racers = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -265,20 +271,20 @@ def test_processes_that_build_at_the_same_time(tmp_path: Path, compiler: Path) -
 
 def test_a_cache_that_cannot_be_written_to(tmp_path: Path, compiler: Path) -> None:
     (tmp_path / "file").touch()
-    assert works(open_library(tmp_path / "file" / "cache", [str(compiler)]))
+    assert works(open_kv_library(tmp_path / "file" / "cache", [str(compiler)]))
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     failing = script_file(tmp_path / "cc", '[ "$1" = --version ] && exit\necho pdkv.c: out of ideas >&2\nexit 3')
     with pytest.raises(NativeUnavailable, match=r"failed with status 3: pdkv\.c: out of ideas"):
-        open_library(tmp_path / "cache", [str(failing)])
+        open_kv_library(tmp_path / "cache", [str(failing)])
 
 
 def test_a_compiler_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     child = tmp_path / "child"
     hanging = script_file(tmp_path / "cc", f'[ "$1" = --version ] && exit\nsleep 60 &\necho $! > {child}\nwait')
     with pytest.raises(NativeUnavailable, match=r"took more than 0\.5 s"):
-        open_library(tmp_path / "cache", [str(hanging)], timeout_s=0.5)
+        open_kv_library(tmp_path / "cache", [str(hanging)], timeout_s=0.5)
     deadline = time.monotonic() + 10
     while is_running(int(child.read_text())):
         assert time.monotonic() < deadline, "the compiler's child lives on"
@@ -294,4 +300,4 @@ def is_running(pid: int) -> bool:
 
 def test_no_compiler(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailable, match="no C compiler"):
-        open_library(tmp_path, [str(tmp_path / "cc")])
+        open_kv_library(tmp_path, [str(tmp_path / "cc")])

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.loader import load_runner
+from engine.models.config import LlamaConfig as LlamaArchitecture
 from engine.models.config import parse_config
 from engine.models.rope import rope_tables
 from pdcore.config import EngineConfig
@@ -38,23 +39,41 @@ LLAMA3 = {
 }
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-            "Qwen3ForCausalLM is not supported; supported",
+            {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
+            "GemmaForCausalLM is not supported; supported",
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised weights \(gptq\)"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "rope scaling 'yarn' are malformed"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "lacks factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"head_dim": 15}, "head_dim must be even"),
         ({"vocab_size": None}, "vocab_size must be an integer"),
         ({"hidden_size": "64"}, "hidden_size must be an integer"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({**MISTRAL, "sliding_window": 0}, "sliding_window must be an integer >= 1"),
+        ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "layer_types is not supported for 'mistral'"),
+        ({**QWEN2, "layer_types": ["full_attention"]}, "layer_types must list all 2 layers"),
+        ({**QWEN2, "layer_types": ["linear_attention"] * 2}, "layers of type linear_attention"),
+        ({**QWEN2, "layer_types": ["sliding_attention"] * 2}, "asks for a sliding window, but none is set"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "9 experts for each token, of 8"),
     ],
 )
 def test_unsupported_configs_are_refused_with_the_reason(change: dict[str, Any], message: str) -> None:
@@ -69,6 +88,10 @@ def test_unsupported_configs_are_refused_with_the_reason(change: dict[str, Any],
         {"rope_theta": 500.0, "rope_scaling": LLAMA3},
         {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
         {"rope_parameters": {"rope_theta": 500.0, **LLAMA3}},
+        {"rope_theta": 500.0, "rope_scaling": YARN},
+        {"rope_theta": 500.0, "rope_scaling": {**YARN, "beta_fast": 4, "beta_slow": 2, "attention_factor": 0.8}},
+        {"rope_theta": 500.0, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
+        {"rope_theta": 500.0, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
     ],
 )
 def test_rope_tables_equal_those_of_transformers(rope: dict[str, Any]) -> None:
@@ -94,10 +117,12 @@ def test_digest_tells_models_apart(tmp_path: Path) -> None:
         engine_config(tiny_llama(tmp_path / "seed", seed=1)),
         engine_config(tiny_llama(tmp_path / "rope", rope_theta=99.0)),
         engine_config(tiny_llama(tmp_path / "eps", rms_norm_eps=1e-6)),
-        engine_config(tmp_path / "a", dtype="bfloat16"),
     ]
     digests = [load_runner(config).model.digest for config in others]
-    assert len({base, *digests}) == 5
+    assert len({base, *digests}) == 4
+    # The type is the geometry's: KV of one model may be converted.
+    narrow = load_runner(engine_config(tmp_path / "a", dtype="bfloat16"))
+    assert (narrow.model.digest, narrow.geometry.dtype) == (base, "bfloat16")
 
 
 def test_model_info_and_geometry(tmp_path: Path) -> None:
@@ -152,3 +177,47 @@ def test_config_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]}, tmp_path / "config.json")
     assert (config.rope.theta, config.num_kv_heads, config.head_dim) == (123.0, 4, 16)
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 7}
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({"sliding_window": 7}, (None, None)),  # transformers' Llama knows no windows
+        (MISTRAL, (4096, 4096)),
+        ({**MISTRAL, "sliding_window": None}, (None, None)),
+        (MIXTRAL, (None, None)),
+        ({**MIXTRAL, "sliding_window": 7}, (7, 7)),
+        ({**QWEN2, "sliding_window": 7}, (None, None)),  # not switched on
+        ({**QWEN2, **WINDOWED, "max_window_layers": 1}, (None, 7)),
+        ({**QWEN2, **WINDOWED, "max_window_layers": 0}, (7, 7)),
+        ({**QWEN2, **WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}, (7, None)),
+        ({**QWEN3_MOE, **WINDOWED}, (7, 7)),
+        ({**SMOLLM3, **WINDOWED, "no_rope_layers": [0, 1]}, (7, None)),
+    ],
+)
+def test_windows_by_family(change: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert parse_config({**BASE, **change}, Path("config.json")).windows == windows
+
+
+def test_what_configs_leave_unsaid() -> None:
+    def parsed(change: dict[str, Any]) -> LlamaArchitecture:
+        return parse_config({**BASE, **change}, Path("config.json"))
+
+    smollm3 = parsed({**SMOLLM3, "num_hidden_layers": 5})
+    assert (smollm3.tied_embeddings, smollm3.rope.theta) == (True, 2e6)
+    assert smollm3.rope_layers == (True, True, True, False, True)
+    assert parsed(MIXTRAL).norm_eps == 1e-5
+    qwen2 = parsed(QWEN2)
+    assert (qwen2.qkv_bias, qwen2.out_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    moe = parsed({**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe
+    assert moe is not None
+    assert moe.layers == (False, True, False, False)
+    assert (moe.num_experts, moe.experts_per_token, moe.norm_weights) == (128, 8, False)
+
+
+def test_yarn_lengthens_what_a_sequence_may_be() -> None:
+    config = parse_config({**BASE, "max_position_embeddings": 128, "rope_scaling": YARN}, Path("config.json"))
+    assert config.max_position == 512

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pdcore.config import EngineConfig, RouterConfig, SchedulerConfig, TransferC
 from pdcore.config_json import from_json, to_json
 from pdcore.errors import ConfigError, InvalidRequest
 from pdcore.faults import FaultPlan, FaultPoints
+from pdcore.logprobs import Logprobs
 from pdcore.types import (
     KvEndpoint,
     KvGeometry,
@@ -122,16 +124,40 @@ def test_everything_on_the_wire_round_trips() -> None:
     assert convert.ticket_from_proto(convert.ticket_to_proto(ticket)) == ticket
     stats = KvTransferStats(7, 1000, 700, "raw", "grpc", 0.25, 4, 1, True, "asked for")
     assert convert.stats_from_proto(convert.stats_to_proto(stats)) == stats
-    load = WorkerLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, {"preempt": 12}, 1.5, 13, 14, 15, {"sends_failed": 16})
+    load = WorkerLoad(
+        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, {"preempt": 12}, 1.5, 13, 14, 15, 16, 17, 18, 19, {"sends_failed": 20}
+    )
     assert convert.load_from_proto(convert.load_to_proto(load)) == load
     params = SamplingParams(9, 0.5, 4, 0.75, 0.25, 2**63 + 1, (1, 2), 3)
     spec = RequestSpec(RequestKey("r", 2), (1, 2, 3), params, (4,), 8, "salt", "q8", True)
     assert convert.spec_from_proto(convert.spec_to_proto(spec)) == spec
     assert spec.known_tokens == (1, 2, 3, 4)
+    shaped = SamplingParams(
+        9,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        repetition_penalty=1.25,
+        logit_bias=((3, 1.5), (1, -2.0)),
+        allowed_token_ids=(7, 9),
+        bad_words=((1,), (2, 3)),
+        logprobs=0,
+        prompt_logprobs=5,
+    )
+    spec = replace(spec, params=shaped)
+    assert convert.spec_from_proto(convert.spec_to_proto(spec)) == spec
+    logprobs = Logprobs(4, 2, (-0.5, -1.5), (1, 2, 3, 4), (-0.25, -0.5, -0.75, -1.0))
+    assert convert.logprobs_from_proto(convert.logprobs_to_proto(logprobs)) == logprobs
     assert {convert.role_from_proto(convert.role_to_proto(role)) for role in Role} == set(Role)
 
 
-@pytest.mark.parametrize(("field", "value"), [("prompt", []), ("max_tokens", 0), ("token_window", 0)])
+def test_log_probabilities_of_no_token_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="1 likeliest tokens of 2 x 1"):
+        convert.logprobs_from_proto(worker_pb2.Logprobs(top=1, values=[-1.0, -2.0], top_ids=[3], top_values=[-1.0]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("prompt", []), ("max_tokens", 0), ("token_window", 0), ("logit_bias", [5])]
+)
 def test_a_worker_request_that_makes_no_sense_is_refused(field: str, value: object) -> None:
     message = worker_pb2.WorkerRequest(
         request_id="r", prompt=[1], sampling=worker_pb2.WorkerSampling(max_tokens=1), token_window=1
@@ -140,6 +166,8 @@ def test_a_worker_request_that_makes_no_sense_is_refused(field: str, value: obje
         del message.prompt[:]
     elif field == "max_tokens":
         message.sampling.max_tokens = 0
+    elif field == "logit_bias":
+        message.sampling.bias_token_ids.append(5)
     else:
         message.token_window = 0
     with pytest.raises(InvalidRequest, match=field):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdcore.errors import InvalidRequest, Overloaded
+from pdcore.logprobs import Logprobs
 from pdcore.structured import StructuredOutput, StructureKind
 from pdcore.types import FinishReason, RequestKey, RequestSpec, SamplingParams
 from protos import generation_pb2, worker_pb2
@@ -168,9 +169,12 @@ class Sink:
     def __init__(self) -> None:
         self.hidden: list[bool] = []
 
-    def push(self, token_id: int, hidden: bool) -> bool:
+    def push(self, token_id: int, hidden: bool, logprobs: Logprobs | None) -> bool:
         self.hidden.append(hidden)
         return False
+
+    def push_prompt(self, logprobs: Logprobs) -> None:
+        raise AssertionError("not asked for")
 
 
 @pytest.mark.parametrize(("token", "hidden"), [(7, False), (3, True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,61 @@ def test_what_was_held_back_is_shown_at_the_end(model: TextModel) -> None:
     assert run(model.stream(["xyz"]), model._tokenizer.encode("axy").ids) == ["a", "", "", "xy"]
 
 
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.text("abc", max_size=40),
+    st.lists(st.integers(1, 5), max_size=40),
+)
+def test_an_included_stop_string_is_the_end_and_nothing_waits(stops: list[str], text: str, cuts: list[int]) -> None:
+    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    expected = text[: ends[0]] if ends else text
+    matcher = StopMatcher(stops, inclusive=True)
+    shown, rest, matched = "", text, False
+    while rest and not matched:
+        size = cuts.pop() if cuts else 1
+        piece, rest = rest[:size], rest[size:]
+        scan = matcher.feed(piece)
+        shown, matched = shown + scan.text, scan.matched
+        assert matched or len(shown) == len(text) - len(rest)
+    assert (shown, matched) == (expected, bool(ends))
+
+
+def test_stop_strings_wait_for_the_least_number_of_tokens(model: TextModel) -> None:
+    ids = model._tokenizer.encode("abXcdXe").ids
+    stream = model.stream(["bX", "X"], min_tokens=3)
+    shown = []
+    for token_id in ids:
+        shown.append(stream.push(token_id))
+        if stream.stopped:
+            break
+    assert "".join(shown) == "abXcd"
+    assert len(shown) == 6
+
+
+def test_a_stop_tokens_text_is_shown_if_asked_for(model: TextModel) -> None:
+    a = model._tokenizer.encode("a").ids[0]
+    for include, skip, expected in ((False, False, "a"), (True, True, "a"), (True, False, "a<|eos|>")):
+        stream = model.stream(include_stop=include, skip_special=skip)
+        assert stream.push(a) + stream.push(257, hidden=True) + stream.finish() == expected
+    assert (lambda s: s.push(a) + s.push(a, hidden=True))(model.stream(include_stop=True)) == "aa"
+
+
+def test_special_tokens_are_shown_if_asked_for(
+    model: TextModel, sentencepiece_like: Tokenizer, words: Tokenizer
+) -> None:
+    a = model._tokenizer.encode("a").ids[0]
+    assert "".join(run(model.stream(skip_special=False), [256, a, 257, a])) == "<|bos|>a<|eos|>a"
+    assert "".join(run(model.stream(), [256, a, 257, a])) == "aa"  # asked one way, then the other
+    for plain in (sentencepiece_like, words):
+        tokenizer = Tokenizer.from_str(plain.to_str())
+        tokenizer.add_special_tokens(["<s>"])
+        special = tokenizer.token_to_id("<s>")
+        other = TextModel(tokenizer, None, (), GenerationDefaults())
+        ids = [special, *tokenizer.encode("ab ab").ids, special]
+        assert "".join(run(other.stream(skip_special=False), ids)) == tokenizer.decode(ids, skip_special_tokens=False)
+        assert "".join(run(other.stream(), ids)) == tokenizer.decode(ids)
+
+
 def test_an_unfinished_character_is_shown_at_the_end(model: TextModel) -> None:
     ids = model._tokenizer.encode("é").ids[:1]
     assert run(model.stream(), ids) == ["", "\ufffd"]
@@ -257,7 +313,29 @@ def test_generation_defaults(tmp_path: Path) -> None:
     assert model.end_token_ids == (257, 5)
     assert (model.defaults.temperature, model.defaults.top_p, model.defaults.max_tokens) == (0.6, 0.9, 99)
     assert model.defaults.top_k is None  # not usable
+    assert model.defaults.repetition_penalty is None
     (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
     model = TextModel.load(folder)
     assert model.defaults.temperature == 0.0
     assert model.end_token_ids == (257,)  # from config.json
+
+
+def test_generation_settings_that_are_not_honoured_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tiny_llama(tmp_path)
+    (folder / "generation_config.json").write_text('{"typical_p": 1.0, "num_beams": 1, "min_new_tokens": null}')
+    TextModel.load(folder).close()
+    assert not caplog.records
+    (folder / "generation_config.json").write_text('{"typical_p": 0.9, "suppress_tokens": [3], "num_beams": 1}')
+    TextModel.load(folder).close()
+    assert "suppress_tokens, typical_p is not supported; ignored" in caplog.text
+
+
+def test_templates_by_name(tmp_path: Path) -> None:
+    """Some tokenizers have several; the one called ``default`` is for chats. Without it there is none."""
+    folder = tiny_llama(tmp_path)
+    (folder / "chat_template.jinja").unlink()
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for name, has_template in (("default", True), ("rag", False)):
+        path.write_text(json.dumps({**config, "chat_template": [{"name": name, "template": "x"}]}))
+        assert TextModel.load(folder).has_chat_template is has_template

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdcore.errors import DeadlineExceeded, InvalidRequest, ReplaysExhausted
+from pdcore.logprobs import Logprobs
 from pdcore.types import FinishReason, KvTransferStats, SamplingParams
 from router.policy import Mode, Route
 from router.tracker import (
@@ -40,19 +41,33 @@ class Sink:
     def __init__(self, stop_at: int | None = None) -> None:
         self.tokens: list[int] = []
         self.hidden: list[bool] = []
+        self.logprobs: list[Logprobs | None] = []
+        self.scored: list[int] = []
         self.stop_at = stop_at
 
-    def push(self, token_id: int, hidden: bool) -> bool:
+    def push(self, token_id: int, hidden: bool, logprobs: Logprobs | None) -> bool:
         self.tokens.append(token_id)
         self.hidden.append(hidden)
+        self.logprobs.append(logprobs)
         return len(self.tokens) == self.stop_at
 
+    def push_prompt(self, logprobs: Logprobs) -> None:
+        self.scored.extend(range(logprobs.start, logprobs.end))
 
-def make(sink: Sink | None = None, *, max_tokens: int = 4, max_replays: int = 2, window: int = 8) -> RequestTracker:
+
+def make(
+    sink: Sink | None = None,
+    *,
+    max_tokens: int = 4,
+    max_replays: int = 2,
+    window: int = 8,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+) -> RequestTracker:
     return RequestTracker(
         request_id="r",
         prompt=(1, 2, 3),
-        params=SamplingParams(max_tokens=max_tokens),
+        params=SamplingParams(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         token_window=window,
         max_replays=max_replays,
         sink=sink or Sink(),
@@ -73,8 +88,14 @@ def token(
     token_id: int,
     finish: FinishReason | None = None,
     now: float = 12,
+    logprobs: Logprobs | None = None,
 ) -> Sequence[Effect]:
-    return tracker.token(worker, tracker.attempt, index, token_id, finish, sample=0, now=now)
+    return tracker.token(worker, tracker.attempt, index, token_id, finish, sample=0, now=now, logprobs=logprobs)
+
+
+def of(index: int) -> Logprobs:
+    """Of the token at `index`."""
+    return Logprobs(index, 0, (-float(index),))
 
 
 def aborts(effects: Sequence[Effect]) -> set[str]:
@@ -359,6 +380,85 @@ def test_a_reused_id_continues_its_attempts() -> None:
     assert not tracker.token("d0", 7, 0, 1, None, sample=0, now=2.0)
 
 
+# -- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def test_the_decode_worker_is_held_back_until_the_prefill_worker_has_told() -> None:
+    sink = Sink()
+    tracker = make(sink, logprobs=0)
+    to_prefilling(tracker)
+    assert not tracker.kv_received("d0", 1, STATS)
+    assert tracker.state is RequestState.DECODING
+    assert tracker.holders == {"p0", "d0"}
+    assert not token(tracker, "d0", 0, 50)  # the echo knows no log-probabilities
+    assert not token(tracker, "d0", 1, 51, logprobs=of(1))
+    assert sink.tokens == []
+    (released,) = token(tracker, "p0", 0, 50, logprobs=of(0))
+    assert released == Release("p0", tracker.key, abort=False, reason="committed")
+    assert (sink.tokens, sink.logprobs) == ([50, 51], [of(0), of(1)])
+    token(tracker, "d0", 2, 52, logprobs=of(2))
+    assert outcome(token(tracker, "d0", 3, 53, FinishReason.LENGTH, logprobs=of(3)))
+    assert sink.logprobs == [of(0), of(1), of(2), of(3)]
+
+
+def test_log_probabilities_that_die_with_the_prefill_worker_are_computed_again() -> None:
+    sink = Sink()
+    tracker = make(sink, logprobs=0)
+    to_prefilling(tracker)
+    tracker.kv_received("d0", 1, STATS)
+    token(tracker, "d0", 0, 50)
+    effects = tracker.worker_lost("p0", "gone", 13.0)
+    assert aborts(effects) == {"d0"}
+    assert any(isinstance(effect, Requeue) and effect.counted for effect in effects)
+    assert sink.tokens == []
+
+
+def test_without_log_probabilities_nobody_waits() -> None:
+    sink = Sink()
+    tracker = make(sink)
+    to_prefilling(tracker)
+    tracker.kv_received("d0", 1, STATS)
+    token(tracker, "d0", 0, 50)
+    assert sink.tokens == [50]
+    assert not tracker.worker_lost("p0", "gone", 13.0)
+
+
+def test_a_token_without_the_log_probabilities_asked_for_is_nonsense() -> None:
+    tracker = make(logprobs=0)
+    tracker.dispatch(LOCAL, 11.0)
+    effects = token(tracker, "d0", 0, 50)
+    assert any(isinstance(effect, Requeue) and effect.counted for effect in effects)
+    assert aborts(effects) == {"d0"}
+
+
+def test_prompt_tokens_are_scored_once_and_before_the_first_token() -> None:
+    sink = Sink()
+    tracker = make(sink, prompt_logprobs=2)
+    to_prefilling(tracker)
+    assert not tracker.prompt_logprobs("p0", 1, Logprobs(1, 0, (-1.0,)), 12.0)
+    assert not tracker.prompt_logprobs("d0", 1, Logprobs(2, 0, (-1.0,)), 12.0)  # it computes no prompt
+    early = token(tracker, "p0", 0, 50)
+    assert any(isinstance(effect, Requeue) for effect in early)  # a prompt token was left out
+    (generate,) = tracker.dispatch(LOCAL, 13.0)
+    assert isinstance(generate, SendGenerate)
+    assert generate.spec.params.prompt_logprobs == 2
+    tracker.prompt_logprobs("d0", tracker.attempt, Logprobs(1, 0, (-1.0, -2.0)), 14.0)
+    assert sink.scored == [1, 2]
+    token(tracker, "d0", 0, 60)
+    assert sink.tokens == [60]
+    tracker.worker_lost("d0", "gone", 15.0)
+    (again,) = tracker.dispatch(LOCAL, 16.0)
+    assert isinstance(again, SendGenerate)
+    assert again.spec.params.prompt_logprobs is None  # the client has them all
+
+
+@pytest.mark.parametrize("logprobs", [Logprobs(2, 0, (-1.0,)), Logprobs(1, 0, (-1.0,) * 3)])
+def test_prompt_tokens_out_of_order_are_nonsense(logprobs: Logprobs) -> None:
+    tracker = make(prompt_logprobs=0)
+    to_prefilling(tracker)
+    assert aborts(tracker.prompt_logprobs("p0", 1, logprobs, 12.0)) == {"p0", "d0"}
+
+
 # -- the state machine ----------------------------------------------------------------------------------------------
 
 WORKERS = ("p0", "p1", "d0", "d1")
@@ -393,12 +493,14 @@ class Worker:
 class TrackerMachine(RuleBasedStateMachine):
     """A tracker between four workers whose commands and news travel in queues, a client, and a clock.
 
-    Token i of attempt a is ``1000 * a + i``: whatever is delivered must be of the attempt that is current then.
+    Token i of attempt a is ``1000 * a + i``: whatever is delivered must be of the attempt that is current then. With
+    `logprobs` every token has them but the echo of a decode worker, and the second of the two prompt tokens too.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.window = 4
+        self.logprobs = False
         self.sent: set[tuple[str, int]] = set()
         self.replays = 0
         self.workers = {name: Worker(name) for name in WORKERS}
@@ -416,16 +518,21 @@ class TrackerMachine(RuleBasedStateMachine):
         self.tracker = RequestTracker(
             request_id="r",
             prompt=(1, 2),
-            params=SamplingParams(max_tokens=MAX_TOKENS),
+            params=SamplingParams(
+                max_tokens=MAX_TOKENS,
+                logprobs=0 if self.logprobs else None,
+                prompt_logprobs=0 if self.logprobs else None,
+            ),
             token_window=self.window,
             max_replays=MAX_REPLAYS,
             sink=self.sink,
             now=0.0,
         )
 
-    @initialize(window=st.sampled_from([1, 2, 4, 9]))
-    def choose_window(self, window: int) -> None:
+    @initialize(window=st.sampled_from([1, 2, 4, 9]), logprobs=st.booleans())
+    def choose_window(self, window: int, logprobs: bool) -> None:
         self.window = window
+        self.logprobs = logprobs
         self.make_tracker()
 
     def perform(self, effects: Sequence[Effect]) -> None:
@@ -433,6 +540,7 @@ class TrackerMachine(RuleBasedStateMachine):
             match effect:
                 case SendReserve(worker, spec) | SendGenerate(worker, spec):
                     assert spec.delivered == tuple(self.sink.tokens)
+                    assert (spec.params.prompt_logprobs is None) == (not self.logprobs or bool(self.sink.scored))
                     self.given.add((worker, spec.key.attempt))
                     self.sent.add((worker, spec.key.attempt))
                     self.workers[worker].inbox.append((type(effect).__name__, spec.key.attempt, len(spec.delivered)))
@@ -494,14 +602,14 @@ class TrackerMachine(RuleBasedStateMachine):
             case "SendReserve" if refuse:
                 worker.outbox.append(("refused", attempt))
             case "SendReserve":
-                worker.holds[attempt] = ["ticket", number, self.window]
+                worker.holds[attempt] = ["ticket", number, self.window, ()]
                 worker.outbox.append(("granted", attempt))
             case "SendPrefill" | "SendGenerate" if refuse:
                 worker.outbox.append(("failed", attempt, FailureKind.BUSY))
             case "SendPrefill":
-                worker.holds[attempt] = ["prefill", number, 1]
+                worker.holds[attempt] = ["prefill", number, 1, (1,)]
             case "SendGenerate":
-                worker.holds[attempt] = ["sequence", number, self.window]
+                worker.holds[attempt] = ["sequence", number, self.window, (1,)]
             case "Credit":
                 if attempt in worker.holds:
                     worker.holds[attempt][2] += number
@@ -513,7 +621,13 @@ class TrackerMachine(RuleBasedStateMachine):
         job = worker.holds[attempt]
         index = job[1]
         last = index + 1 == MAX_TOKENS
-        worker.outbox.append(("token", attempt, index, 1000 * attempt + index, FinishReason.LENGTH if last else None))
+        logprobs = None
+        if self.logprobs and job[3] != ("echo",):
+            logprobs = of(index)
+            worker.outbox.extend(("scores", attempt, position) for position in job[3])
+        job[3] = ()
+        finish = FinishReason.LENGTH if last else None
+        worker.outbox.append(("token", attempt, index, 1000 * attempt + index, finish, logprobs))
         job[1] += 1
         job[2] -= 1
         if last:
@@ -527,7 +641,7 @@ class TrackerMachine(RuleBasedStateMachine):
         for target in (self.workers["d0"], self.workers["d1"]):
             job = target.holds.get(attempt)
             if job is not None and job[0] == "ticket":
-                target.holds[attempt] = ["sequence", first, self.window]
+                target.holds[attempt] = ["sequence", first, self.window, ("echo",)]
                 target.outbox.append(("received", attempt))
                 return
         worker.outbox.append(("failed", attempt, FailureKind.BROKEN))
@@ -565,11 +679,20 @@ class TrackerMachine(RuleBasedStateMachine):
                 self.perform(self.tracker.kv_received(name, attempt, STATS))
             case "failed":
                 self.perform(self.tracker.failed(name, attempt, event[2], "failed", self.now))
+            case "scores":
+                scored = Logprobs(event[2], 0, (-1.0,))
+                self.perform(self.tracker.prompt_logprobs(name, attempt, scored, self.now))
             case "token":
-                _, _, index, token_id, finish = event
+                _, _, index, token_id, finish, logprobs = event
                 before, current = len(self.sink.tokens), self.tracker.attempt
-                self.perform(self.tracker.token(name, attempt, index, token_id, finish, sample=0, now=self.now))
-                assert self.sink.tokens[before:] in ([], [1000 * current + before])
+                self.perform(
+                    self.tracker.token(
+                        name, attempt, index, token_id, finish, sample=0, now=self.now, logprobs=logprobs
+                    )
+                )
+                after = len(self.sink.tokens)
+                assert self.sink.tokens[before:] == [1000 * current + i for i in range(before, after)]
+                assert self.logprobs or after <= before + 1, "held back for nothing"
 
     @rule(name=st.sampled_from(WORKERS))
     def a_session_breaks(self, name: str) -> None:
@@ -600,6 +723,10 @@ class TrackerMachine(RuleBasedStateMachine):
     def tokens_come_in_order_and_once(self) -> None:
         assert [token % 1000 for token in self.sink.tokens] == list(range(len(self.sink.tokens)))
         assert self.tracker.delivered == self.sink.tokens
+        expected = [of(i) if self.logprobs else None for i in range(len(self.sink.tokens))]
+        assert self.sink.logprobs == expected
+        assert self.sink.scored in ([1], []) if self.logprobs else self.sink.scored == []
+        assert self.sink.scored or not self.logprobs or not self.sink.tokens
 
     @invariant()
     def ends_at_most_once(self) -> None:
@@ -620,8 +747,9 @@ class TrackerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_prefill_worker_is_let_go_at_the_commit(self) -> None:
+        """Or, if it owes log-probabilities, when it has told them."""
         if self.tracker.state is RequestState.DECODING:
-            assert len(self.tracker.holders) == 1
+            assert len(self.tracker.holders) == 1 + self.tracker._owed_by_prefill
 
     @invariant()
     def waits_or_runs_or_has_ended(self) -> None:

@@ -75,6 +75,31 @@ BAD = {
     "long stop": (ok(stop=["x" * 257]), "sampling.stop[0]", "1 to 256 characters, got 257"),
     "stop token": (ok(stop_token_ids=[3, 257]), "sampling.stop_token_ids[1]", "below the vocabulary size"),
     "stop tokens": (ok(stop_token_ids=[1] * 65), "sampling.stop_token_ids", "at most 64, got 65"),
+    "presence": (ok(presence_penalty=2.5), "sampling.presence_penalty", r"in \[-2, 2\], got 2.5"),
+    "frequency nan": (ok(frequency_penalty=float("nan")), "sampling.frequency_penalty", "got nan"),
+    "repetition": (ok(repetition_penalty=0.0), "sampling.repetition_penalty", r"in \[0.01, 100\], got 0"),
+    "repetition nan": (ok(repetition_penalty=float("nan")), "sampling.repetition_penalty", "got nan"),
+    "bias": (ok(logit_bias={3: 101.0}), "sampling.logit_bias", r"in \[-100, 100\], got 101 for token 3"),
+    "bias nan": (ok(logit_bias={3: float("nan")}), "sampling.logit_bias", "got nan"),
+    "bias token": (ok(logit_bias={257: 1.0}), "sampling.logit_bias", "below the vocabulary size 257, got 257"),
+    "biases": (
+        ok(logit_bias=dict.fromkeys(range(1025), 1.0)),
+        "sampling.logit_bias",
+        "at most 1024 tokens, got 1025",
+    ),
+    "allowed": (ok(allowed_token_ids=[1, 257]), "sampling.allowed_token_ids[1]", "below the vocabulary size 257"),
+    "none left": (ok(allowed_token_ids=[0], bad_words=["!"]), "sampling.allowed_token_ids", "must leave a token"),
+    "no early token": (
+        ok(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1),
+        "sampling.allowed_token_ids",
+        "must leave a token",
+    ),
+    "bad words": (ok(bad_words=["x"] * 129), "sampling.bad_words", "at most 128 words, got 129"),
+    "empty bad word": (ok(bad_words=["x", ""]), "sampling.bad_words[1]", "1 to 256 characters, got 0"),
+    "long bad word": (ok(bad_words=["x" * 257]), "sampling.bad_words[0]", "1 to 256 characters, got 257"),
+    "unwritable bad word": (ok(bad_words=["a<|eos|>"]), "sampling.bad_words[0]", "no tokens that this model could"),
+    "logprobs": (ok(logprobs=21), "sampling.logprobs", "at most 20, got 21"),
+    "prompt logprobs": (ok(prompt_logprobs=21), "sampling.prompt_logprobs", "at most 20, got 21"),
     "codec": (build_request("x", kv_codec="q9"), "kv_codec", "one of auto, raw, zstd, .*fp8, got 'q9'"),
     "salt": (build_request("x", cache_salt="s" * 129), "cache_salt", "at most 128 characters, got 129"),
     "id length": (build_request("x", request_id="a" * 129), "request_id", "at most 128 characters, got 129"),
@@ -112,6 +137,10 @@ async def test_defaults(model: TextModel) -> None:
     assert params.max_tokens == 59  # what is left of the context
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
     assert (params.stop_token_ids, params.min_tokens) == ((257,), 0)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ((), (), ())
+    assert (params.logprobs, params.prompt_logprobs) == (None, None)
+    assert (request.include_stop, request.skip_special) == (False, True)
     assert request.priority is PriorityClass.STANDARD
     assert re.fullmatch("[0-9a-f]{16}", request.request_id)
     other = await check(build_request("hello"), model)
@@ -138,6 +167,35 @@ async def test_what_the_client_says_counts(model: TextModel) -> None:
     assert (request.kv_codec, request.cache_salt) == ("bexp3", "tenant 7")
 
 
+async def test_what_changes_logits(model: TextModel) -> None:
+    sampling = Sampling(
+        presence_penalty=-2.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.25,
+        logit_bias={9: -100.0, 3: 1.5},
+        allowed_token_ids=[5, 3, 5],
+        logprobs=0,
+        prompt_logprobs=20,
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+    )
+    request = await check(build_request("hello", sampling), model)
+    params = request.params
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2.0, 0.5, 1.25)
+    assert params.logit_bias == ((3, 1.5), (9, -100.0))
+    assert params.allowed_token_ids == (3, 5)
+    assert (params.logprobs, params.prompt_logprobs) == (0, 20)
+    assert (request.include_stop, request.skip_special) == (True, False)
+    assert (await check(ok(repetition_penalty=0.01), model)).params.repetition_penalty == pytest.approx(0.01)
+
+
+async def test_bad_words_are_meant_with_and_without_a_space(model: TextModel) -> None:
+    ids = {character: (await model.tokenize_words([character]))[0][0] for character in "ab "}
+    a, b, space = ids["a"], ids["b"], ids[" "]
+    request = await check(ok(bad_words=["a", "ab", " b", " ", "a"]), model)
+    assert request.params.bad_words == ((a,), (space, a), (a, b), (space, a, b), (space, b), (space,))
+
+
 async def test_only_codecs_that_all_workers_have_may_be_asked_for(model: TextModel) -> None:
     limits = Limits(context_tokens=64, vocab_size=257, kv_codecs=frozenset({"raw", "q8"}))
 
@@ -158,10 +216,13 @@ async def test_a_seed_of_zero_is_a_seed(model: TextModel) -> None:
 async def test_generation_config_defaults(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tiny_llama(tmp_path_factory.mktemp("tiny"))
     (folder / "generation_config.json").write_text(
-        '{"eos_token_id": [257, 9], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 10}'
+        '{"eos_token_id": [257, 9], "temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 10,'
+        ' "repetition_penalty": 1.5}'
     )
     model = TextModel.load(folder)
     params = (await check(build_request("hello"), model)).params
+    assert params.repetition_penalty == 1.5
+    assert (await check(ok(repetition_penalty=1.0), model)).params.repetition_penalty == 1.0
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.9, 20, 10)
     assert params.stop_token_ids == (257, 9)
     params = (await check(ok(temperature=0, top_k=0), model)).params

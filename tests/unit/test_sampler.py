@@ -17,6 +17,7 @@ from transformers import (
 
 from engine import sampler
 from engine.sampler import sample
+from engine.token_rules import LogitRules
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Fields:
     sample_positions: np.ndarray
     forbidden_rows: np.ndarray
     forbidden_tokens: np.ndarray
+    rules: LogitRules | None = None
 
     mask_rows = np.zeros(0, np.int32)  # masks have tests of their own
     mask_bits = np.zeros((0, 0), np.uint32)
@@ -43,7 +45,7 @@ class Fields:
         per_row = {
             name: getattr(self, name)[chosen]
             for name in self.__dataclass_fields__
-            if not name.startswith("forbidden")
+            if not name.startswith("forbidden") and name != "rules"
         }
         return replace(self, **per_row)
 

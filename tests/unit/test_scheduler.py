@@ -336,6 +336,8 @@ VIEWS = st.tuples(
     st.integers(0, 5),
     st.integers(0, 5),
     st.integers(0, 5),
+    st.sampled_from(["", "", "stalled", "preempted", "swapped", "copying"]),
+    st.integers(0, 3),
 )
 
 
@@ -344,11 +346,13 @@ VIEWS = st.tuples(
     free=st.integers(0, 20),
     tickets=st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=3),
     limits=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)),
+    room=st.integers(0, 5),
+    wanted=st.integers(0, 5),
 )
-def test_every_decision_can_be_carried_out(raw, free, tickets, limits) -> None:  # type: ignore[no-untyped-def]
+def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wanted) -> None:  # type: ignore[no-untyped-def]
     """Whatever the snapshot: blocks given are there, limits are kept, only what may be taken is taken."""
     views = []
-    for i, (known, computed, blocks, credit, preemptible, passed, last, hits, shared) in enumerate(raw):
+    for i, (known, computed, blocks, credit, preemptible, passed, last, hits, shared, state, swap) in enumerate(raw):
         full = -(-(known + 1) // BLOCK)
         who = SequenceView(key(str(i)), known, 0, 0, full, full + 2, credit, preemptible, 0, last)
         if blocks == 0:
@@ -361,9 +365,25 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits) -> None: 
             who = who._replace(computed=known - 1, blocks=held, shared_blocks=min(held, shared))
         else:
             who = who._replace(computed=min(computed, known - 1), blocks=full, shared_blocks=min(full, shared))
+        if preemptible:
+            who = who._replace(
+                swap_blocks=swap if blocks else 0,
+                stalled=state == "stalled" and blocks > 0 and not credit,
+                preempted=state == "preempted",
+                copying=state == "copying",
+                leaving_blocks=swap if state == "copying" and not blocks else 0,
+                restores=state == "swapped" and not blocks and known > 1,
+            )
+            if who.restores:
+                who = who._replace(computed=known - 1)
         views.append(who)
     shot = SchedulerSnapshot(
-        tuple(views), tuple(TicketView(f"t{i}", n, revoking) for i, (n, revoking) in enumerate(tickets)), free, BLOCK
+        tuple(views),
+        tuple(TicketView(f"t{i}", n, revoking) for i, (n, revoking) in enumerate(tickets)),
+        free,
+        BLOCK,
+        room,
+        wanted,
     )
     config = SchedulerConfig(max(limits[0], limits[1]), min(limits[0], limits[1]), limits[2])
     decision = schedule(shot, config)
@@ -375,23 +395,35 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits) -> None: 
     assert sorted(counts, key=lambda n: n != 1) == counts
     back = sum(by_key[victim].blocks - by_key[victim].shared_blocks for victim in decision.preempt)
     pinned = sum(by_key[name].cached_blocks - by_key[name].used_blocks for name in decision.admitted)
-    assert sum(chunk.new_blocks for chunk in decision.chunks) + pinned <= free + back
+    swapped_in = sum(by_key[name].admit_cost for name in decision.swap_in)
+    assert sum(chunk.new_blocks for chunk in decision.chunks) + pinned + swapped_in <= free + back
+    assert sum(by_key[name].swap_blocks for name in decision.swap_out) <= room
     for chunk in decision.chunks:
         view = by_key[chunk.key]
         cached = view.cached_blocks if chunk.key in decision.admitted else 0
         assert view.has_credit
-        assert chunk.key not in decision.preempt
+        assert not view.copying
+        assert not view.restores
+        assert chunk.key not in (*decision.preempt, *decision.swap_out)
         assert chunk.start == view.computed
         assert 1 <= chunk.num_tokens <= view.known - view.computed
         assert chunk.num_tokens == 1 or chunk.num_tokens <= config.prefill_chunk_tokens
         assert chunk.start + chunk.num_tokens <= (view.blocks + cached + chunk.new_blocks) * BLOCK
-    for victim in decision.preempt:
-        assert by_key[victim].preemptible
-        assert by_key[victim].blocks
-        assert not tickets
+    victims = (*decision.preempt, *decision.swap_out)
+    assert len(set(victims)) == len(victims)
+    for victim in victims:
+        view = by_key[victim]
+        assert view.preemptible
+        assert view.blocks
+        assert not view.copying
+        assert not (view.preempted and view.has_credit), "chosen again without progress"
+        assert view.stalled or not tickets
+    for name in decision.swap_in:
+        assert by_key[name].restores
+        assert by_key[name].has_credit
     revocable = [ticket.owner for ticket in shot.tickets if not ticket.revoking]
     assert list(decision.revoke) == revocable[::-1][: len(decision.revoke)]
     # The oldest sequence that has blocks and credit is never preempted.
-    runnable = [view for view in views if view.blocks and view.has_credit and view.preemptible]
+    runnable = [view for view in views if view.blocks and view.has_credit and view.preemptible and not view.copying]
     if runnable:
-        assert runnable[0].key not in decision.preempt
+        assert runnable[0].key not in victims

@@ -1,6 +1,6 @@
-"""Builds the C library on first use and opens it. It is kept in a cache, so that later processes only open it::
+"""Builds a C library on first use and opens it. It is kept in a cache, so that later processes only open it::
 
-    <cache>/pdkv-<digest>/pdkv.so     the library, then the SHA-256 of its bytes (a loader ignores what follows)
+    <cache>/<name>-<digest>/<name>.so     the library, then the SHA-256 of its bytes (a loader ignores what follows)
 
 The digest covers the sources, the flags, the compiler's version and the kind of machine, so a file never needs to be
 changed: it is put in place whole, by a rename. Processes that build at the same time each rename their own, and
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-fvisibility=hidden", "-shared")
 COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_TIMEOUT_S = 60.0
-_SOURCES = Path(__file__).parent
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
@@ -43,6 +42,8 @@ def default_cache_dir() -> Path:
 
 
 def open_library(
+    name: str,
+    folder: Path,
     cache_dir: Path | None = None,
     compilers: Sequence[str] = COMPILERS,
     timeout_s: float = _COMPILE_TIMEOUT_S,
@@ -50,6 +51,7 @@ def open_library(
     """The library, built if the cache has no intact one.
 
     Args:
+        name: of the library. folder: its sources, every ``.c`` and ``.h`` in it.
         cache_dir: None is `default_cache_dir`. One that cannot be written to costs a build in every process.
         compilers: names or paths; the first that exists is used. timeout_s: of the compilation.
 
@@ -59,18 +61,18 @@ def open_library(
     compiler = next(filter(None, map(shutil.which, compilers)), None)
     if compiler is None:
         raise NativeUnavailable("no C compiler")
-    sources = sorted(path for path in _SOURCES.iterdir() if path.suffix in (".c", ".h"))
-    path = (cache_dir or default_cache_dir()) / f"pdkv-{_digest(compiler, sources)[:16]}" / "pdkv.so"
+    sources = sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+    path = (cache_dir or default_cache_dir()) / f"{name}-{_digest(compiler, sources)[:16]}" / f"{name}.so"
     if _is_intact(path):
         return _open(path)
-    with tempfile.TemporaryDirectory(prefix="pdkv-") as folder:
-        built = Path(folder) / "pdkv.so"
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as build:
+        built = Path(build) / f"{name}.so"
         units = [str(source) for source in sources if source.suffix == ".c"]
         _run([compiler, *FLAGS, "-o", str(built), *units], timeout_s)
         try:
             _install(built, path)
         except OSError as error:
-            logger.info("native KV code cannot be kept in %s (%s): each process builds its own", path.parent, error)
+            logger.info("native code cannot be kept in %s (%s): each process builds its own", path.parent, error)
             return _open(built)
     return _open(path)
 
@@ -136,4 +138,4 @@ def _open(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeUnavailable(f"the native KV code does not load: {error}") from error
+        raise NativeUnavailable(f"{path.name} does not load: {error}") from error
