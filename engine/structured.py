@@ -89,7 +89,7 @@ class OutputState:
             for token in self._stop_tokens:
                 row[token >> 5] |= np.uint32(1 << (token & 31))
         if self.failure is None and not row.any():
-            self._fail("no token of this model continues what was generated")
+            self._fail("allows nothing here that this model's tokens can make")
         if self.failure is not None:
             row[:] = _EVERY_TOKEN  # the engine ends the request, whatever is sampled
 

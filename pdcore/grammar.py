@@ -93,7 +93,7 @@ class Matcher:
     def failure(self) -> str | None:
         """Why it cannot go on, other than that it is complete; None if nothing is wrong."""
         if self.library.stop_reason() == "NoExtensionBias":
-            return "no token of this model continues what was generated"
+            return "allows nothing here that this model's tokens can make"
         return _words(self.library.get_error()) if self.library.is_error() else None
 
 
@@ -146,8 +146,9 @@ class GrammarCompiler:
     def _compile(self, output: StructuredOutput) -> Matcher:
         output.check_size()
         matcher = LLMatcher(self.tokenizer, _library_grammar(output), log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise _invalid(output, matcher.get_error())
+        problem = Matcher(matcher).failure
+        if problem is not None:
+            raise _invalid(output, problem)
         # Nothing but the first mask shows that a grammar allows no output at all.
         first = matcher.deep_copy()
         mask = int.from_bytes(first.compute_bitmask(), "little")

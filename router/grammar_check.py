@@ -22,12 +22,15 @@ from pdcore.errors import InvalidRequest, ModelError
 from pdcore.grammar import GrammarCompiler, load_tokenizer
 from pdcore.structured import StructuredOutput, StructureKind
 
-MAX_WALL_S = 3.0
-"""Longer than this the process does not live on one structured output."""
 MAX_CPU_S = 0.5
-"""What a compilation may take, since workers are to do it too."""
+"""Processor time that a compilation may take, since workers are to do it too. At twice as much the process ends."""
+TOO_LONG = f"takes more than {MAX_CPU_S:g} s to compile"
+_MAX_WALL_S = 30.0  # for whatever waits without computing
 _MAX_MEMORY_BYTES = 4 << 30
 _STACK_BYTES = 1 << 20  # of the compiling thread; those of workers have 2 MiB and more
+
+TIME_IS_UP = (signal.SIGPROF, signal.SIGALRM)
+"""Signals by which the process ends if a structured output takes too long."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -63,7 +66,7 @@ def verdict(compiler: GrammarCompiler, asked: dict[str, Any]) -> dict[str, str]:
         return {"field": error.field, "problem": error.problem}
     spent = time.process_time() - started
     if spent > MAX_CPU_S:
-        return {"field": output.field, "problem": f"takes {spent:.1f} s to compile; at most {MAX_CPU_S:g} s"}
+        return {"field": output.field, "problem": TOO_LONG}
     return {}
 
 
@@ -78,8 +81,11 @@ def _serve(source: IO[bytes], sink: IO[bytes]) -> None:
         return
     write_frame(sink, {})
     while (asked := read_frame(source)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)  # its signal ends the process
+        # Their signals end the process.
+        signal.setitimer(signal.ITIMER_PROF, 2 * MAX_CPU_S)
+        signal.setitimer(signal.ITIMER_REAL, _MAX_WALL_S)
         answer = verdict(compiler, asked)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         write_frame(sink, answer)
 
@@ -87,7 +93,8 @@ def _serve(source: IO[bytes], sink: IO[bytes]) -> None:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for signum in TIME_IS_UP:
+        signal.signal(signum, signal.SIG_DFL)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(sys.stdin.buffer, sys.stdout.buffer))
     thread.start()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import subprocess
 import sys
 from collections import OrderedDict
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from pdcore.errors import InvalidRequest, Overloaded
 from pdcore.structured import StructuredOutput
-from router.grammar_check import MAX_WALL_S, describe, read_frame, write_frame
+from router.grammar_check import TIME_IS_UP, TOO_LONG, describe, read_frame, write_frame
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +129,8 @@ class StructureCheck:
         """What it means that the process has ended."""
         status = process.wait()
         logger.warning("compiling a %s ended its process with status %d", output.kind.value, status)
-        if status == -signal.SIGALRM:
-            return f"takes more than {MAX_WALL_S:g} s to compile"
+        if -status in TIME_IS_UP:
+            return TOO_LONG
         return "is more than the compiler can take"
 
 

@@ -228,7 +228,7 @@ class TestFailures:
         ((key, error),) = rejected
         assert key == stuck.key
         assert isinstance(error, InvalidRequest)
-        assert "no token of this model" in error.problem
+        assert "nothing here that this model's tokens" in error.problem
         assert tokens_of(tokens, free) == oracle(runner, free)[0]
         assert engine.load().free_blocks == engine.load().total_blocks
         guards.close()

@@ -146,7 +146,7 @@ class TestCheck:
         checker.close()
 
     async def test_time_is_bounded(self, checker: StructureCheck) -> None:
-        with pytest.raises(InvalidRequest, match="regex: takes more than 3 s to compile"):
+        with pytest.raises(InvalidRequest, match=r"regex: takes more than 0\.5 s to compile"):
             await checker.check(regex("(((a{100}){100}){100}){100}"), 1000)
         await checker.check(regex("a+"), 1000)
         checker.close()
