@@ -12,7 +12,7 @@ import torch
 from engine.batch import Part, build_step
 from engine.sampler import sample
 from engine.sequence import Sequence, SequenceKind
-from engine.step import StepInput
+from engine.step import NO_TOKEN, StepInput
 from engine.token_masks import keep_allowed
 from pdcore.types import RequestSpec
 from tests.support.engine_kit import request
@@ -82,6 +82,21 @@ def test_filters_come_after_the_mask(temperature: float, filters: dict[str, Any]
         narrow[0, choices] = logits[row, choices]
         assert tokens[row] == sample(narrow, sampling_step([specs[row]]))[0]
         assert int(tokens[row]) in choices
+
+
+def test_where_the_other_rules_exclude_what_is_left_there_is_no_token() -> None:
+    specs = [request(f"r{row}", 1, temperature=row, logit_bias=((5, 100.0),)) for row in range(2)]
+    given = masks([0, 1], [[5, 7], [5, 7]], 10)
+    step = replace(
+        sampling_step(specs), mask_rows=given.mask_rows, mask_bits=given.mask_bits, await_masks=given.await_masks
+    )
+    logits = torch.randn(2, 300)
+    assert sample(logits, step).tolist() == [5, 5], "a bias chooses among what the mask leaves"
+    forbidden = {"forbidden_rows": np.array([0, 0, 1], np.int32), "forbidden_tokens": np.array([5, 7, 5], np.int32)}
+    assert sample(logits, replace(step, **forbidden)).tolist() == [NO_TOKEN, 7]
+    biased = [request(f"b{row}", 1, temperature=row, logit_bias=((9, 100.0),)) for row in range(2)]
+    limited = replace(sampling_step(biased), mask_rows=given.mask_rows, mask_bits=given.mask_bits)
+    assert set(sample(logits, limited).tolist()) <= {5, 7}, "and cannot bring back what it leaves out"
 
 
 def sampling_step(specs: list[RequestSpec]) -> StepInput:
