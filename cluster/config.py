@@ -8,26 +8,30 @@ it into the frozen dataclasses that the other parts know. Every key is described
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from cluster.cores import CorePlan, plan_cores
+from cluster.memory import available_memory
 from pdcore.config import (
     CODEC_CHOICES,
     CODEC_DTYPES,
     EngineConfig,
     KvCodecByClass,
+    QueueConfig,
     RouterConfig,
     SchedulerConfig,
+    TenantWeight,
     TransferConfig,
     WorkerConfig,
     convertible,
 )
 from pdcore.costs import AUTO
 from pdcore.errors import ConfigError, ModelError
+from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 from pdcore.types import KvGeometry, Role
 
 ByteCount = Annotated[ByteSize, Field(ge=1)]
@@ -36,6 +40,9 @@ CodecChoice = Literal["auto", "raw", "zstd", "bexp-zstd", "bexp3", "q8", "q8-zst
 Dtype = Literal["float32", "bfloat16", "float16"]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+
+_BALANCED = SCHEDULER_DEFAULTS["balanced"]
 
 
 class Section(BaseModel):
@@ -45,16 +52,41 @@ class Section(BaseModel):
 
 
 class SchedulerSection(Section):
-    """How an engine composes its steps.
+    """How an engine composes its steps. What `objective` sets is given here as for balanced.
 
     The budget is for CPUs: one core computes 128 tokens of a small model in a second or less, and a worker whose
     steps come near ``dead_after_s`` is taken for dead. Larger steps gain little there.
     """
 
-    max_num_batched_tokens: int = Field(default=128, ge=1, description="token budget of one engine step")
-    max_num_seqs: int = Field(default=64, ge=1, description="sequences in one step at most")
+    max_num_batched_tokens: int = Field(
+        default=int(_BALANCED["max_num_batched_tokens"]), ge=1, description="token budget of one engine step"
+    )
+    max_num_seqs: int = Field(
+        default=int(_BALANCED["max_num_seqs"]), ge=1, description="sequences in one step at most"
+    )
     prefill_chunk_tokens: int = Field(
-        default=128, ge=1, description="prompt tokens of one sequence in one step at most"
+        default=int(_BALANCED["prefill_chunk_tokens"]),
+        ge=1,
+        description="prompt tokens of one sequence in one step at most",
+    )
+    max_partial_prefills: int = Field(
+        default=int(_BALANCED["max_partial_prefills"]),
+        ge=0,
+        description="prompts that may be computed in part at once; more wait, unless they fit into one step as a "
+        "whole; 0: any number",
+    )
+    long_prefill_tokens: int = Field(
+        default=int(_BALANCED["long_prefill_tokens"]),
+        ge=0,
+        description="prompts that lack more tokens than this are long and leave one of max_partial_prefills to "
+        "others; 0: none is long",
+    )
+    target_itl_ms: float = Field(
+        default=_BALANCED["target_itl_ms"],
+        ge=0,
+        allow_inf_nan=False,
+        description="prompts get as many tokens of a step as keep the time between two tokens of running requests "
+        "within this, by step times measured all the time; 0: no such limit",
     )
     local_prefill_tokens: int = Field(
         default=64,
@@ -79,8 +111,10 @@ class PoolSection(Section):
         "decode pool on cores of their own where one node has enough of them",
     )
     block_size: Literal[8, 16, 32, 64] = Field(default=16, description="tokens per KV block")
-    kv_memory: ByteCount = Field(
-        default=ByteSize(1 << 30), description="memory of each worker's KV pool, e.g. 512MiB or 2GiB"
+    kv_memory: Fraction | ByteCount = Field(
+        default=ByteSize(1 << 30),
+        description="memory of each worker's KV pool, e.g. 512MiB or 2GiB, or a fraction such as 0.2 of the memory "
+        "that is available where the cluster is started",
     )
     num_blocks: PositiveInt | None = Field(
         default=None, description="size of each worker's KV pool in blocks, not in memory"
@@ -178,6 +212,35 @@ class KvCodecSection(Section):
     batch: CodecChoice | None = Field(default=None, description="for batch requests that do not say")
 
 
+class QueueSection(Section):
+    """In which order waiting requests are served; docs/scheduling.md says which policy is for what."""
+
+    policy: Literal["fcfs", "sjf", "fair", "priority", "static"] = Field(
+        default="priority",
+        description="fcfs: in order of arrival; sjf: short prompts first, with ageing; fair: the tenant that has had "
+        "least; priority: interactive before standard before batch requests; static: whole batches, a baseline",
+    )
+    sjf_age_tokens: int = Field(
+        default=32,
+        ge=1,
+        description="sjf: each later arrival makes a waiting prompt count as so many tokens shorter",
+    )
+    batch_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=0.5,
+        description="priority: share of starts and of running places that batch requests are sure of; 0: none",
+    )
+    tenant_weights: dict[str, PositiveFloat] = Field(
+        default={}, description="fair: shares of tenants by name, relative to all others, which have 1"
+    )
+
+    def to_config(self) -> QueueConfig:
+        """As the parts know it."""
+        weights = tuple(TenantWeight(tenant, weight) for tenant, weight in self.tenant_weights.items())
+        return QueueConfig(self.policy, self.sjf_age_tokens, self.batch_share, weights)
+
+
 class RouterSection(Section):
     """The public end."""
 
@@ -194,7 +257,11 @@ class RouterSection(Section):
         ge=0,
         description="prompt tokens that one worker may hold queued, more wait in the router; 0: two of its steps",
     )
-    max_running_per_worker: int = Field(default=64, ge=1, description="requests on one decode worker at most")
+    max_running_per_worker: int = Field(
+        default=ROUTER_DEFAULTS["balanced"]["max_running_per_worker"],
+        ge=1,
+        description="requests on one decode worker at most",
+    )
     max_replays: int = Field(default=3, ge=0, description="how often a request is run again after its worker died")
     client_stall_timeout_s: PositiveFloat = Field(
         default=120.0, description="seconds without the client taking a token until its request is cancelled"
@@ -257,6 +324,15 @@ class ClusterConfig(Section):
     max_model_len: PositiveInt | None = Field(
         default=None, description="prompt and output tokens of one request; default: the model's own limit"
     )
+    objective: Literal["latency", "balanced", "throughput"] = Field(
+        default="balanced",
+        description="what to tune for; sets the defaults of every pool's max_num_batched_tokens, max_num_seqs, "
+        "prefill_chunk_tokens, max_partial_prefills, long_prefill_tokens and target_itl_ms, and of the router's "
+        "max_running_per_worker; values that are given win",
+    )
+    queue: QueueSection = Field(
+        default=QueueSection(), description="the order of waiting requests, in the router and in each worker"
+    )
     prefill: PoolSection = Field(default=PoolSection(), description="workers that compute prompts")
     decode: GeneratingSection = Field(
         default=GeneratingSection(), description="workers that generate from transferred KV"
@@ -275,6 +351,26 @@ class ClusterConfig(Section):
     drain_timeout_s: float = Field(
         default=30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_objective(cls, data: Any) -> Any:
+        """Put the objective's defaults where nothing is given."""
+        objective = data.get("objective", "balanced") if isinstance(data, dict) else None
+        if not isinstance(objective, str) or objective not in SCHEDULER_DEFAULTS:
+            return data  # the fields' own checks say what is wrong
+        data = _tuples(data)
+        for name in ("prefill", "decode", "aggregated"):
+            pool = _as_mapping(data.get(name, {}))
+            if pool is None:
+                continue
+            scheduler = _as_mapping(pool.get("scheduler", {}))
+            if scheduler is not None:
+                data[name] = {**pool, "scheduler": {**SCHEDULER_DEFAULTS[objective], **scheduler}}
+        router = _as_mapping(data.get("router", {}))
+        if router is not None:
+            data["router"] = {**ROUTER_DEFAULTS[objective], **router}
+        return data
 
     def pool(self, role: Role) -> PoolSection:
         """The section of one pool."""
@@ -307,6 +403,8 @@ class ClusterConfig(Section):
             ConfigError: a combination of values does not fit; the key is given as in the file.
         """
         counts = {role: self.pool(role).workers for role in Role}
+        if cores is not None:
+            self._check_fractions(counts)
         sizes = {role: self._num_blocks(role, model_path) for role in Role if counts[role]}
         plans = plan_cores(cores, counts)
         configs = []
@@ -353,6 +451,7 @@ class ClusterConfig(Section):
                 batch=section.kv_codec_by_class.batch or "",
             ),
             drain_timeout_s=self.drain_timeout_s,
+            queue=self.queue.to_config(),
         )
 
     def check(self) -> None:
@@ -401,7 +500,7 @@ class ClusterConfig(Section):
     ) -> WorkerConfig:
         pool = self.pool(role)
         try:
-            scheduler = SchedulerConfig(**pool.scheduler.model_dump())
+            scheduler = SchedulerConfig(**pool.scheduler.model_dump(), queue=self.queue.to_config())
         except ConfigError as error:
             raise ConfigError(f"{role}.{error.key}", error.value, error.allowed) from error
         swap_memory, preemption = 0, AUTO
@@ -470,9 +569,40 @@ class ClusterConfig(Section):
             raise ConfigError(f"{role}.swap_memory", swap_memory, f"0, or at least one block: {block_bytes} bytes")
         if pool.num_blocks is not None:
             return pool.num_blocks
-        if pool.kv_memory < block_bytes:
-            raise ConfigError(f"{role}.kv_memory", int(pool.kv_memory), f"at least one block: {block_bytes} bytes")
-        return int(pool.kv_memory) // block_bytes
+        memory = int(pool.kv_memory)
+        if pool.kv_memory < 1:
+            available = available_memory()
+            if available is None:
+                raise ConfigError(
+                    f"{role}.kv_memory", pool.kv_memory, "a size such as 2GiB: free memory is not known"
+                )
+            memory = int(available * pool.kv_memory)
+        if memory < block_bytes:
+            raise ConfigError(f"{role}.kv_memory", memory, f"at least one block: {block_bytes} bytes")
+        return memory // block_bytes
+
+    def _check_fractions(self, counts: Mapping[Role, int]) -> None:
+        """Workers of one machine cannot have more than all of its memory between them."""
+        shares = {role: counts[role] * self.pool(role).kv_memory for role in Role if self.pool(role).kv_memory < 1}
+        total = sum(shares.values())
+        if total >= 1:
+            role = next(role for role in shares if shares[role])
+            allowed = f"fractions that add up to less than 1 over all workers of the machine (now {total:g})"
+            raise ConfigError(f"{role}.kv_memory", self.pool(role).kv_memory, allowed)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, throughout: what was JSON is checked as Python's values from here on."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_mapping(value: Any) -> Mapping[str, Any] | None:
+    """What is given in a section, be it read or made in code; None if it is neither."""
+    if isinstance(value, Section):
+        return value.model_dump(exclude_unset=True)
+    return value if isinstance(value, dict) else None
 
 
 def kv_bytes_per_token(model_path: Path, dtype: str) -> int:

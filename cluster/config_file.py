@@ -13,6 +13,7 @@ from pydantic import ByteSize, ValidationError
 
 from cluster.config import ClusterConfig, Section
 from pdcore.errors import ConfigError
+from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
@@ -46,22 +47,31 @@ def to_yaml(config: ClusterConfig, *, explain: bool = False) -> str:
     With `explain`, each key is preceded by a comment that says what it does.
     """
     lines: list[str] = []
-    _write_section(config, lines, "", explain)
+    _write_section(config, lines, "", explain, config.objective)
     return "\n".join(lines) + "\n"
 
 
-def _write_section(section: Section, lines: list[str], indent: str, explain: bool) -> None:
+def _write_section(section: Section, lines: list[str], indent: str, explain: bool, objective: str) -> None:
     for key, info in type(section).model_fields.items():
         value = getattr(section, key)
         if key == "kv_memory" and getattr(section, "num_blocks", None) is not None:
             continue
         if explain and info.description:
-            lines.append(f"{indent}# {info.description}")
+            lines.append(f"{indent}# {info.description}{_by_objective(key, value, objective)}")
         if isinstance(value, Section):
             lines.append(f"{indent}{key}:")
-            _write_section(value, lines, indent + "  ", explain)
+            _write_section(value, lines, indent + "  ", explain, objective)
             continue
         lines.append(f"{indent}{key}: {_scalar(value)}")
+
+
+def _by_objective(key: str, value: object, objective: str) -> str:
+    """What the objective makes of a key, if it does."""
+    defaults = {**SCHEDULER_DEFAULTS[objective], **ROUTER_DEFAULTS[objective]}
+    if key not in defaults:
+        return ""
+    default = defaults[key]
+    return f" (by objective {objective})" if value == default else f" (objective {objective} alone: {default:g})"
 
 
 def _scalar(value: object) -> str:

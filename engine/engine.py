@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from engine.batch import Part, build_step
 from engine.blocks import BlockManager, Owner, OwnerKind
+from engine.displacement import kept_batch
 from engine.integrity import check_engine
 from engine.plan import Chunk, PrefillStats, PromptLogprobs, StepPlan, StepResult, TokenOut
 from engine.preemption import DECODE_WEIGHT
@@ -19,8 +19,9 @@ from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, 
 from engine.scheduler import schedule as decide
 from engine.scoring import ScoredSpan, of_sample, of_spans
 from engine.sequence import Sequence, SequenceKind, SequenceState
-from engine.snapshot import queued_prefill_tokens, take_snapshot
+from engine.snapshot import may_yield, queued_prefill_tokens, take_snapshot
 from engine.step import NO_TOKEN, KvCache, ModelRunner, StepOutput, StepProgress
+from engine.step_log import StepLog, StepRecord, by_class
 from engine.structured import OutputGuards, OutputState
 from engine.swap import Copier, Copy, SwapSpace, ThreadCopier
 from engine.ticket import Reservation, Ticket
@@ -30,12 +31,10 @@ from pdcore.config import EngineConfig
 from pdcore.errors import InternalError, InvalidRequest, PdserveError, TicketError
 from pdcore.hashing import block_hashes, chain_root
 from pdcore.placement import run_rest_here
-from pdcore.types import KvGeometry, ModelInfo, RequestKey, RequestSpec, WorkerLoad
+from pdcore.queueing import QueueBook, Waiting
+from pdcore.types import KvGeometry, ModelInfo, PriorityClass, RequestKey, RequestSpec, WorkerLoad
 
 __all__ = ["Chunk", "Engine", "PrefillStats", "Reservation", "SequenceKind", "StepPlan", "StepResult", "TokenOut"]
-
-STEP_TIMES = 32
-"""Steps over which `WorkerLoad.step_ms` is the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class _InFlight:
     sampled: tuple[RequestKey, ...]  # in the order of the runner's output
     scored: tuple[ScoredSpan, ...]  # likewise
     keys: frozenset[RequestKey]
-    started: float
+    record: StepRecord
 
 
 def _logprob_rows(plan: StepPlan, flight: _InFlight) -> dict[RequestKey, int]:
@@ -130,7 +129,9 @@ class Engine:
         self._in_flight: _InFlight | None = None
         self._step_id = 0
         self._steps_done = 0
-        self._step_times: deque[float] = deque(maxlen=STEP_TIMES)
+        self._arrivals = 0
+        self._queue = QueueBook(config.scheduler.queue)
+        self._log = StepLog()
         self._on_copied = on_copied
         self._swap = SwapSpace(
             self._blocks,
@@ -164,7 +165,7 @@ class Engine:
         sequence.name_blocks(sequence.may_hit)  # now, for it takes a while with a long prompt, and needs no lock
         with self.lock:
             self._check_new(spec.key)
-            self._sequences[spec.key] = sequence
+            self._enter(sequence)
 
     def abort(self, key: RequestKey) -> bool:
         """End a sequence, whatever its state; no token of it is reported any more.
@@ -273,7 +274,7 @@ class Engine:
             sequence.take_blocks(blocks)
             self._blocks.transfer(Owner.ticket(owner), Owner.sequence(spec.key))
             del self._tickets[owner]
-            self._sequences[spec.key] = sequence
+            self._enter(sequence)
             self._publish(sequence)
             index = sequence.generated
             if output is not None:
@@ -327,7 +328,7 @@ class Engine:
             plan = self._apply_decision(decision, started)
         for owner in decision.revoke:
             self._on_pressure(owner)
-        if plan is None and decision.preempt:  # stalled ones have made room for one that waits
+        if plan is None and decision.preempt:  # stalled or batch ones have made room for one that waits
             return self.schedule()
         return plan
 
@@ -374,6 +375,7 @@ class Engine:
                     prompt_logprobs.append(PromptLogprobs(key, scored[key]))
                 if token is None:
                     continue
+                self._queue.generated(sequence.spec.tenant, 1)
                 index = sequence.generated
                 if index == sequence.num_known - sequence.num_prompt:
                     prefilled.append(PrefillStats.of(sequence, now))
@@ -386,10 +388,11 @@ class Engine:
                 tokens.append(TokenOut(key, 0, index, token, finish, logprobs))
                 if sequence.state is SequenceState.FINISHED:
                     self._leave(sequence)
+            seconds = now - flight.record.started
             if plan.chunks:
-                self._step_times.append(now - flight.started)
+                self._log.end(flight.record, 1e3 * seconds)
             if plan.step_id > 1 and plan.step_input.num_decodes < len(plan.chunks):  # the first pays for lazy set-up
-                self._swap.prefill_speed.add(len(plan.step_input.token_ids), now - flight.started)
+                self._swap.prefill_speed.add(len(plan.step_input.token_ids), seconds)
             return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled), tuple(prompt_logprobs))
 
     def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
@@ -415,6 +418,7 @@ class Engine:
             waiting = sum(
                 sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED) for sequence in with_credit
             )
+            yielding = self._yielding()
             return WorkerLoad(
                 step=self._steps_done,
                 waiting=waiting,
@@ -428,14 +432,22 @@ class Engine:
                 open_sends=len(self._blocks.owners(OwnerKind.SEND)),
                 preemptions=self._preemptions,
                 recomputed_tokens=dict(self._recomputed),
-                step_ms=1e3 * sum(self._step_times) / len(self._step_times) if self._step_times else 0.0,
+                step_ms=self._log.mean_ms,
                 cached_blocks=self._blocks.cached,
                 cached_tokens=self._cached_tokens,
                 swapped=sum(sequence.state is SequenceState.SWAPPED for sequence in self._sequences.values()),
                 swaps_out=self._swap.outs,
                 swaps_in=self._swap.ins,
                 swap_used_bytes=self._swap.used_bytes,
+                step_time=self._log.step_time,
+                yielding_requests=len(yielding),
+                yielding_blocks=sum(s.num_blocks - self._blocks.shared(Owner.sequence(s.key)) for s in yielding),
             )
+
+    def last_steps(self, count: int) -> tuple[StepRecord, ...]:
+        """Records of the last `count` steps at most, the oldest first."""
+        with self.lock:
+            return self._log.last(count)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """End copies to and from host memory, and their thread; True if it has ended within `timeout_s`. The engine
@@ -516,6 +528,7 @@ class Engine:
         if not decision.chunks and not self._echoes:
             return None
 
+        record = self._record(decision, now)
         self._step_id += 1
         chunks: list[Chunk] = []
         parts: list[Part] = []
@@ -530,13 +543,49 @@ class Engine:
             sequence.start(now, self._step_id)
             chunks.append(Chunk(key, start, end, start < sequence.num_known, block_ids))
             parts.append(Part(sequence, num_tokens))
+        self._book_admissions(decision.admitted)
         make_masks = None if self._guards is None else self._guards.masks
         step_input = build_step(self._step_id, parts, self._block_size, make_masks)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
         scored = tuple(span for part in parts if (span := part.scored) is not None)
-        self._in_flight = _InFlight(plan, sampled, scored, frozenset(chunk.key for chunk in chunks), now)
+        self._in_flight = _InFlight(plan, sampled, scored, frozenset(chunk.key for chunk in chunks), record)
         return plan
+
+    def _record(self, decision: ScheduleDecision, now: float) -> StepRecord:
+        waiting = [s.spec.priority for s in self._sequences.values() if s.num_blocks == 0]
+        return self._log.begin(
+            self._step_id + 1,
+            now,
+            decision,
+            free_blocks=self._blocks.free,
+            running=len(self._sequences) - len(waiting),
+            waiting=by_class(waiting),
+        )
+
+    def _book_admissions(self, admitted: tuple[RequestKey, ...]) -> None:
+        """Tell the queue who has left it; their blocks are theirs, and they are counted in the step."""
+        if not admitted:
+            return
+        stay = [s.spec.priority for s in self._sequences.values() if s.num_blocks == 0]
+        for key in admitted:
+            sequence = self._sequences[key]
+            spec, again = sequence.spec, sequence.chunks > 1
+            entry = Waiting(sequence.arrival, sequence.remaining, spec.tenant, spec.priority, again)
+            self._queue.started(entry, stay)
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._sequences[sequence.key] = sequence
+
+    def _yielding(self) -> list[Sequence]:
+        """Running batch sequences that would give way to interactive requests."""
+        config = self._scheduler_config
+        if config.queue.policy != "priority":
+            return []
+        batch = [s for s in self._sequences.values() if s.num_blocks and s.spec.priority is PriorityClass.BATCH]
+        return [sequence for sequence in batch[kept_batch(config) :] if may_yield(sequence)]
 
     def _land(self, plan: StepPlan) -> _InFlight:
         """The forward pass of `plan` has ended: nothing writes its blocks any more."""
@@ -585,6 +634,9 @@ class Engine:
             self._sequences,
             self._tickets,
             self._blocks,
+            book=self._queue,
+            step_time=self._log.step_time,
+            max_num_seqs=self._scheduler_config.max_num_seqs,
             now=self._clock.now(),
             terms=self._swap.terms(),
             swap_room=self._swap.room,

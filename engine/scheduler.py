@@ -13,32 +13,34 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
    block comes free (shared ones do not), but none that has made no progress since it was preempted itself. If there
    is none younger, it sits out while others run; if it is the only one that could run, the youngest paused one is
    preempted. Who is preempted is swapped or dropped; what a swap frees comes when it is copied (`engine.preemption`).
-4. *Admission* is in order of arrival, all blocks at once, and leaves a block of growth to every running sequence.
+4. *Admission* is in the order of the queue's policy (`pdcore.queueing`), all blocks at once, and leaves a block of
+   growth to every running sequence.
    Blocks that the prefix cache has of a sequence are taken from it: they cost memory only if nobody uses them.
    One that does not fit is passed over by younger ones, and by tickets, at most `MAX_PASSED_OVER` times: then
    nothing more is admitted and no ticket granted before it is. Nothing is admitted in a step in which a decode lacks
    memory. One whose KV is in host memory is admitted alike, and runs when it is copied in. For the first one that
    does not fit, and for a ticket that was refused, sequences of stalled clients are preempted.
-5. *The prefill budget* is what the decodes leave. One part in `OLDEST_SHARE` of it goes to the oldest prefill, the
-   rest to the one with the fewest tokens left, then the next. So a long prompt does not block short ones, prompts of
-   equal length are served in order, and the oldest always moves on; hence every prefill ends.
+   Before anything else running batch requests give way to interactive ones that wait, if the policy is `priority`
+   (`engine.displacement`).
+5. *The prefill budget* is what the decodes leave, in tokens and in time, and is shared out so that a long prompt does
+   not block short ones and every prompt ends (`engine.budget`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.budget import Prefill, PrefillPlaces, prefill_budget, split_prefill_budget
+from engine.displacement import displace
 from engine.preemption import Shortage, headroom
 from pdcore.config import SchedulerConfig
-from pdcore.types import RequestKey
+from pdcore.queueing import QueueState, Waiting, service_order
+from pdcore.step_time import StepShape, StepTime
+from pdcore.types import PriorityClass, RequestKey
 
 MAX_PASSED_OVER = 16
 """Requests that may get blocks ahead of an older one that does not fit."""
-
-OLDEST_SHARE = 4
-"""The oldest prefill is sure of one part in this many of the prefill budget."""
 
 
 class SequenceView(NamedTuple):
@@ -63,6 +65,8 @@ class SequenceView(NamedTuple):
         copying: its KV is being copied out (`blocks` is 0 then) or in: it can neither run nor be admitted.
         leaving_blocks: blocks that come free when it has been copied out.
         restores: its KV is in host memory, and is copied in when it is admitted.
+        arrival, tenant, priority: as in `Waiting`. again: it had blocks before, and lost them.
+        yields: it gives way to interactive requests, if the policy is `priority`.
     """
 
     key: RequestKey
@@ -84,6 +88,16 @@ class SequenceView(NamedTuple):
     copying: bool = False
     leaving_blocks: int = 0
     restores: bool = False
+    arrival: int = 0
+    tenant: str = ""
+    priority: PriorityClass = PriorityClass.STANDARD
+    again: bool = False
+    yields: bool = False
+
+    @property
+    def waiting(self) -> Waiting:
+        """It as the queue's policy sees it."""
+        return Waiting(self.arrival, self.known - self.computed, self.tenant, self.priority, self.again)
 
     @property
     def admit_cost(self) -> int:
@@ -112,8 +126,11 @@ class TicketView(NamedTuple):
 class SchedulerSnapshot:
     """All that a decision depends on. `sequences` and `tickets` are ordered oldest first.
 
-    `free_blocks`: blocks that nobody uses, those that the prefix cache would give up among them. `swap_room`: free
-    blocks of host memory. `wanted_blocks`: blocks that a ticket lacked which was refused since the last step.
+    Attributes:
+        free_blocks: blocks that nobody uses, those that the prefix cache would give up among them.
+        swap_room: free blocks of host memory.
+        wanted_blocks: blocks that a ticket lacked which was refused since the last step.
+        queue: what the queue's policy knows. step_time: what steps take.
     """
 
     sequences: tuple[SequenceView, ...]
@@ -122,6 +139,8 @@ class SchedulerSnapshot:
     block_size: int
     swap_room: int = 0
     wanted_blocks: int = 0
+    queue: QueueState = field(default_factory=QueueState)
+    step_time: StepTime = field(default_factory=StepTime)
 
 
 class ScheduledChunk(NamedTuple):
@@ -156,6 +175,8 @@ class ScheduleDecision:
         passed_over: sequences to be compensated later.
         revoke: tickets whose revocation is to be asked for, in this order.
         sitting_out: decodes left out for lack of a block.
+        bound_by: what kept prompts from getting more: ``memory``, ``itl`` (`target_itl_ms`), ``tokens`` (the token
+            budget), ``seqs`` (`max_num_seqs`); empty if each that could get tokens had all it may have in a step.
     """
 
     preempt: tuple[RequestKey, ...] = ()
@@ -166,6 +187,7 @@ class ScheduleDecision:
     sitting_out: tuple[RequestKey, ...] = ()
     swap_out: tuple[RequestKey, ...] = ()
     swap_in: tuple[RequestKey, ...] = ()
+    bound_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,24 +203,31 @@ class _Admission:
     """Waiting sequences that fit, and how often each that did not is passed over by each of them.
 
     `restored`: those of them whose KV is copied in, so that they take no part in this step.
-    `lacking`: blocks that the first one lacked which did not fit.
+    `lacking`: blocks that the first one lacked which did not fit. `no_place`: others wait that there is no place in
+    the step for.
     """
 
     candidates: list[SequenceView]
     restored: list[SequenceView]
     passed_over_by: dict[RequestKey, list[RequestKey]]
     lacking: int = 0
+    no_place: bool = False
 
 
 def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDecision:
     """Decide one step. See the module for the rules."""
     memory = Shortage(snapshot)
+    for view in displace(snapshot, config):
+        memory.preempt(view)
     turn = _take_turns(snapshot, config, memory)
-    budget = config.max_num_batched_tokens - len(turn.singles)
-    admission = _admit(snapshot, config, memory, budget)
+    most = config.max_num_batched_tokens - len(turn.singles)
+    admission = _admit(snapshot, config, turn, memory, most)
     memory.make_room(max(admission.lacking, snapshot.wanted_blocks))
-    prefills = turn.prefills + admission.candidates
-    shares = split_prefill_budget([v.known - v.computed for v in prefills], budget, config.prefill_chunk_tokens)
+    prefills = sorted(turn.prefills + admission.candidates, key=lambda view: view.arrival)
+    rows = [_prefill(view, snapshot, config) for view in prefills]
+    decodes = StepShape(len(turn.singles), sum(chunk.start + 1 for chunk in turn.singles))
+    budget = prefill_budget(decodes, rows, most, snapshot.step_time, config)
+    shares = split_prefill_budget(rows, budget, config)
 
     chunks = list(turn.singles)
     longer: list[ScheduledChunk] = []
@@ -228,7 +257,19 @@ def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDe
         sitting_out=tuple(memory.sitting_out),
         swap_out=tuple(memory.swapped),
         swap_in=tuple(swap_in),
+        bound_by=_bound_by(memory, admission, sum(shares), budget, most),
     )
+
+
+def _bound_by(memory: Shortage, admission: _Admission, given: int, budget: int, most: int) -> str:
+    """See `ScheduleDecision`."""
+    if memory.taken or memory.sitting_out or admission.passed_over_by:
+        return "memory"
+    if given and given == most:
+        return "tokens"
+    if given and budget < most and given == budget:
+        return "itl"
+    return "seqs" if admission.no_place else ""
 
 
 def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig, memory: Shortage) -> _Turn:
@@ -263,27 +304,36 @@ def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig, memory: Sh
     return _Turn(list(singles.values()), list(prefills.values()))
 
 
-def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, memory: Shortage, budget: int) -> _Admission:
+def _admit(
+    snapshot: SchedulerSnapshot, config: SchedulerConfig, turn: _Turn, memory: Shortage, budget: int
+) -> _Admission:
     """Find the waiting sequences that may get blocks (rule 4). Who of them does depends on the prefill budget."""
     admission = _Admission([], [], {})
     # Memory is short: who came in now would be the next to be thrown out.
     if memory.taken or memory.sitting_out:
         return admission
-    waiting = [view for view in snapshot.sequences if not view.blocks and view.has_credit and not view.copying]
-    if not waiting:
+    arrived = [view for view in snapshot.sequences if not view.blocks and view.has_credit and not view.copying]
+    if not arrived:
         return admission
+    order = service_order([view.waiting for view in arrived], config.queue, snapshot.queue)
+    partial = PrefillPlaces((view.known - view.computed for view in turn.prefills), config)
 
     places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
     growers = sum(view.may_grow for view in snapshot.sequences)
     free = memory.free
     allowance = MAX_PASSED_OVER
-    for view in waiting:
+    for view in (arrived[i] for i in order):
         # Each candidate is good for at least one token of budget and a place in the step; one that is copied in
         # needs the place only, and later.
         if len(admission.candidates) + len(admission.restored) >= places:
+            admission.no_place = True
             break
         if not view.restores and len(admission.candidates) >= budget:
             break
+        # Long, and enough of those are being computed: it holds nobody up, and nobody goes ahead that it waits for.
+        missing = view.known - view.computed
+        if partial.needed(missing) and not partial.take(missing):
+            continue
         # Does not fit: look behind it, unless it has been passed over often enough.
         lacking = view.admit_cost + growers + headroom(view) - free
         if lacking > 0:
@@ -306,28 +356,14 @@ def _admit(snapshot: SchedulerSnapshot, config: SchedulerConfig, memory: Shortag
     return admission
 
 
-def split_prefill_budget(remaining: Sequence[int], budget: int, chunk_tokens: int) -> list[int]:
-    """Share `budget` tokens among prefills (rule 5).
-
-    Args:
-        remaining: tokens that each one lacks (>= 1), the oldest prefill first.
-        budget: tokens for all. chunk_tokens: for one at most.
-
-    Returns:
-        Tokens for each, in the same order; their sum is the budget, unless less is wanted.
-    """
-    wanted = [min(tokens, chunk_tokens) for tokens in remaining]
-    if sum(wanted) <= budget:
-        return wanted
-    shares = [0] * len(wanted)
-    shares[0] = min(wanted[0], budget, max(1, budget // OLDEST_SHARE))
-    left = budget - shares[0]
-    # The one that is nearest to its end first; the older first among equals.
-    for i in sorted(range(len(wanted)), key=lambda i: remaining[i]):
-        more = min(wanted[i] - shares[i], left)
-        shares[i] += more
-        left -= more
-    return shares
+def _prefill(view: SequenceView, snapshot: SchedulerSnapshot, config: SchedulerConfig) -> Prefill:
+    """A sequence as the budget sees it. Its rank is by class or tenant, if the queue's policy goes by these."""
+    rank = 0.0
+    if config.queue.policy == "priority":
+        rank = float(view.priority)
+    elif config.queue.policy == "fair":
+        rank = snapshot.queue.counters.get(view.tenant, 0.0)
+    return Prefill(view.known - view.computed, view.computed, view.blocks > 0, rank, view.priority)
 
 
 def ticket_refusal(

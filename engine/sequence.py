@@ -93,6 +93,7 @@ class Sequence:
         "_block_size",
         "_root",
         "_table_ids",
+        "arrival",
         "buffer",
         "cached_tokens",
         "chunks",
@@ -168,6 +169,7 @@ class Sequence:
         self.skipped = 0  # how many requests got blocks ahead of this one while it did not fit
         self.last_step = 0  # id of the last step it was in
         self.chunks = 0
+        self.arrival = 0  # counts the engine's sequences, the oldest first
         self.queued_at = now
         self.started_at = now
         self.ran_at = now  # when its last step began

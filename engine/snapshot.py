@@ -11,7 +11,9 @@ from engine.scheduler import SchedulerSnapshot, SequenceView, TicketView
 from engine.sequence import Sequence, SequenceKind, SequenceState, SwapPhase
 from engine.swap import front_left_behind
 from engine.ticket import Ticket
-from pdcore.types import RequestKey
+from pdcore.queueing import QueueBook
+from pdcore.step_time import StepTime
+from pdcore.types import PriorityClass, RequestKey
 
 
 def take_snapshot(
@@ -19,6 +21,9 @@ def take_snapshot(
     tickets: Mapping[str, Ticket],
     blocks: BlockManager,
     *,
+    book: QueueBook,
+    step_time: StepTime,
+    max_num_seqs: int,
     now: float = 0.0,
     terms: PreemptionTerms | None = None,
     swap_room: int = 0,
@@ -28,18 +33,27 @@ def take_snapshot(
     notes the answer in ``Sequence.hits``.
 
     Args:
+        book, max_num_seqs: of the queue, and how many may run at once. step_time: what steps take.
         now: on the engine's clock. terms: how sequences are preempted. swap_room, wanted_blocks: see
             `SchedulerSnapshot`.
     """
     # Each sequence takes one block of growth in a step at most: nobody is preempted for growth while there are as
-    # many.
-    short = blocks.free < len(sequences)
+    # many; batch ones may be for interactive ones that wait.
+    short = blocks.free < len(sequences) or any(
+        sequence.num_blocks == 0 and sequence.spec.priority is PriorityClass.INTERACTIVE
+        for sequence in sequences.values()
+    )
     demand = 0
     if short or any(sequence.state is SequenceState.PAUSED for sequence in sequences.values()):
         demand = wanted_blocks + sum(map(_demand, sequences.values()))
     pressure = _Pressure(short, demand, now, terms or PreemptionTerms())
+    views = tuple(_view(sequence, blocks, pressure) for sequence in sequences.values())
+    waiting = [view.waiting for view in views if not view.blocks and view.has_credit and not view.copying]
+    running = sum(view.blocks > 0 or view.copying or view.restores for view in views)
     return SchedulerSnapshot(
-        sequences=tuple(_view(sequence, blocks, pressure) for sequence in sequences.values()),
+        sequences=views,
+        queue=book.look(waiting, running, max_num_seqs),
+        step_time=step_time,
         tickets=tuple(
             TicketView(name, blocks.allocated(Owner.ticket(name)), ticket.revoking)
             for name, ticket in tickets.items()
@@ -117,7 +131,19 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
         copying=copying,
         leaving_blocks=leaving,
         restores=restores,
+        arrival=sequence.arrival,
+        tenant=sequence.spec.tenant,
+        priority=sequence.spec.priority,
+        again=sequence.chunks > 0,
+        yields=may_yield(sequence),
     )
+
+
+def may_yield(sequence: Sequence) -> bool:
+    """Whether it is a batch request that may be preempted for an interactive one: one that has a new token since it
+    was preempted last, so that it gets on."""
+    batch = sequence.spec.priority is PriorityClass.BATCH and sequence.kind is SequenceKind.GENERATE
+    return batch and not sequence.preempted and not sequence.copying
 
 
 def _swap_blocks(sequence: Sequence, blocks: BlockManager, shared: int, pressure: _Pressure) -> int:

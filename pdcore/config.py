@@ -30,6 +30,8 @@ TRANSPORTS = ("grpc", "shm", "collective", "nixl")
 TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
 KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
+QUEUE_POLICIES = ("fcfs", "sjf", "fair", "priority", "static")
+"""Orders of waiting requests; `pdcore.queueing` describes them."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
 MODEL_IMPLS = ("auto", "native", "transformers")
@@ -53,6 +55,43 @@ def _require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantWeight:
+    """A tenant's share under the queue policy `fair`, relative to tenants without an entry, which have 1."""
+
+    tenant: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class QueueConfig:
+    """In which order waiting requests are served, in the router and in each worker; see `pdcore.queueing`.
+
+    Attributes:
+        policy: one of `QUEUE_POLICIES`.
+        sjf_age_tokens: `sjf`: each later arrival makes a waiting prompt count as so many tokens shorter.
+        batch_share: `priority`: of the requests started while batch ones wait, at least this share is of them; of
+            the running ones, this share is not made to give way. 0 leaves nothing to batch.
+        tenant_weights: `fair`: weights of tenants that do not have 1.
+    """
+
+    policy: str = "priority"
+    sjf_age_tokens: int = 32
+    batch_share: float = 0.1
+    tenant_weights: tuple[TenantWeight, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.policy in QUEUE_POLICIES, "queue.policy", self.policy, ", ".join(QUEUE_POLICIES))
+        _require(self.sjf_age_tokens >= 1, "queue.sjf_age_tokens", self.sjf_age_tokens, "an integer >= 1")
+        _require(0 <= self.batch_share <= 0.5, "queue.batch_share", self.batch_share, "a number in [0, 0.5]")
+        for entry in self.tenant_weights:
+            _require(entry.weight > 0, f"queue.tenant_weights.{entry.tenant}", entry.weight, "a number > 0")
+
+    def weight(self, tenant: str) -> float:
+        """The tenant's weight."""
+        return next((entry.weight for entry in self.tenant_weights if entry.tenant == tenant), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """How steps are composed.
 
@@ -62,14 +101,28 @@ class SchedulerConfig:
         prefill_chunk_tokens: prompt tokens of one sequence in one step at most.
         local_prefill_tokens: prompt tokens that a decode worker offers to compute beside its decodes, when it holds
             the beginning of the prompt; 0 is never.
+        max_partial_prefills: prompts that may be computed in part at once; others wait without blocks, unless they
+            fit into a step as a whole. 0 is any number.
+        long_prefill_tokens: prompts that lack more tokens than this are long, and leave one of the
+            `max_partial_prefills` to others (if there are two or more). 0: none is long.
+        target_itl_ms: prompts get as many tokens of a step as keep the time between two tokens of the running
+            decodes within this, by the measured step times; 0 is no limit.
+        queue: in which order waiting requests are admitted.
     """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     prefill_chunk_tokens: int = 512
     local_prefill_tokens: int = 64
+    max_partial_prefills: int = 0
+    long_prefill_tokens: int = 0
+    target_itl_ms: float = 0.0
+    queue: QueueConfig = field(default_factory=QueueConfig)
 
     def __post_init__(self) -> None:
+        for key in ("max_partial_prefills", "long_prefill_tokens"):
+            _require(getattr(self, key) >= 0, f"scheduler.{key}", getattr(self, key), "an integer >= 0")
+        _require(self.target_itl_ms >= 0, "scheduler.target_itl_ms", self.target_itl_ms, "a number >= 0")
         for key in ("max_num_batched_tokens", "max_num_seqs", "prefill_chunk_tokens"):
             _require(getattr(self, key) >= 1, f"scheduler.{key}", getattr(self, key), "an integer >= 1")
         _require(
@@ -323,6 +376,7 @@ class RouterConfig:
         max_message_bytes: gRPC message limit, both ways.
         drain_timeout_s: seconds that running requests get after SIGTERM.
         kv_codec_by_class: codecs of the requests that ask for none.
+        queue: in which order waiting requests are started.
     """
 
     router_id: str
@@ -343,6 +397,7 @@ class RouterConfig:
     max_message_bytes: int = 16 * 1024 * 1024
     drain_timeout_s: float = 30.0
     kv_codec_by_class: KvCodecByClass = field(default_factory=KvCodecByClass)
+    queue: QueueConfig = field(default_factory=QueueConfig)
 
     def __post_init__(self) -> None:
         _require(0 <= self.grpc_port < 65536, "router.grpc_port", self.grpc_port, "0 to 65535")

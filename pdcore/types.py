@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
+from pdcore.step_time import StepTime
 from pdcore.structured import StructuredOutput
 
 PROTOCOL_VERSION = 2
@@ -21,6 +22,14 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     AGGREGATED = "aggregated"
+
+
+class PriorityClass(IntEnum):
+    """How urgent a request is; the lower goes first where the queue's policy is `priority`."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
 
 
 class FinishReason(StrEnum):
@@ -98,6 +107,8 @@ class RequestSpec:
         cache_salt: requests share cached KV only with those of the same salt.
         kv_codec: codec of its KV transfer, or ``auto``; empty for the prefill worker's setting.
         rebuild: its KV was computed elsewhere before, and the transfer failed.
+        tenant: who it is for; the queue policy `fair` shares out among tenants.
+        priority: how urgent it is; the queue policy `priority` goes by it.
     """
 
     key: RequestKey
@@ -108,6 +119,8 @@ class RequestSpec:
     cache_salt: str = ""
     kv_codec: str = ""
     rebuild: bool = False
+    tenant: str = ""
+    priority: PriorityClass = PriorityClass.STANDARD
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
@@ -242,6 +255,8 @@ class WorkerLoad:
             progress is stuck.
         cached_blocks: blocks in the prefix cache, used or not. cached_tokens: prompt tokens that were not computed
             because it had them.
+        step_time: what its steps are expected to take; see `pdcore.step_time`.
+        yielding_requests: batch requests that would give way to interactive ones. yielding_blocks: what that frees.
         swapped: preempted sequences whose KV is in host memory, or on its way there or back.
         swaps_out, swaps_in: copies to host memory, and back, that have ended well.
         swap_used_bytes: host memory set aside for them now.
@@ -268,6 +283,9 @@ class WorkerLoad:
     swaps_in: int = 0
     swap_used_bytes: int = 0
     transfers: dict[str, int] = field(default_factory=dict)
+    step_time: StepTime = field(default_factory=StepTime)
+    yielding_requests: int = 0
+    yielding_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,54 @@ class GetStatusRequest(google.protobuf.message.Message):
 Global___GetStatusRequest: typing_extensions.TypeAlias = GetStatusRequest
 
 @typing.final
+class WorkerSteps(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
+    worker_id: builtins.str
+    role: protos.worker_pb2.WorkerRole.ValueType
+    problem: builtins.str
+    """why there are none, if the worker did not answer"""
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.worker_pb2.StepRecord]:
+        """the oldest first"""
+
+    def __init__(
+        self,
+        *,
+        worker_id: builtins.str = ...,
+        role: protos.worker_pb2.WorkerRole.ValueType = ...,
+        steps: collections.abc.Iterable[protos.worker_pb2.StepRecord] | None = ...,
+        problem: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["problem", b"problem", "role", b"role", "steps", b"steps", "worker_id", b"worker_id"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___WorkerSteps: typing_extensions.TypeAlias = WorkerSteps
+
+@typing.final
+class GetClusterStepsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: builtins.int
+    @property
+    def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerSteps]:
+        """by worker id"""
+
+    def __init__(
+        self,
+        *,
+        workers: collections.abc.Iterable[Global___WorkerSteps] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["workers", b"workers"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GetClusterStepsReply: typing_extensions.TypeAlias = GetClusterStepsReply
+
+@typing.final
 class WorkerStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

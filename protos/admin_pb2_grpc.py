@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from protos import admin_pb2 as protos_dot_admin__pb2
+from protos import worker_pb2 as protos_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -39,6 +40,11 @@ class AdminStub(object):
                 request_serializer=protos_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_admin__pb2.GetStatusReply.FromString,
                 _registered_method=True)
+        self.GetSteps = channel.unary_unary(
+                '/pdserve.v1.Admin/GetSteps',
+                request_serializer=protos_dot_worker__pb2.GetStepsRequest.SerializeToString,
+                response_deserializer=protos_dot_admin__pb2.GetClusterStepsReply.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -50,6 +56,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSteps(self, request, context):
+        """Asks the workers for their last steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +70,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=protos_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=protos_dot_admin__pb2.GetStatusReply.SerializeToString,
+            ),
+            'GetSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSteps,
+                    request_deserializer=protos_dot_worker__pb2.GetStepsRequest.FromString,
+                    response_serializer=protos_dot_admin__pb2.GetClusterStepsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +104,33 @@ class Admin(object):
             '/pdserve.v1.Admin/GetStatus',
             protos_dot_admin__pb2.GetStatusRequest.SerializeToString,
             protos_dot_admin__pb2.GetStatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Admin/GetSteps',
+            protos_dot_worker__pb2.GetStepsRequest.SerializeToString,
+            protos_dot_admin__pb2.GetClusterStepsReply.FromString,
             options,
             channel_credentials,
             insecure,

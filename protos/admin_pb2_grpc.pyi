@@ -8,6 +8,7 @@ import collections.abc
 import grpc
 import grpc.aio
 import protos.admin_pb2
+import protos.worker_pb2
 import typing
 
 _T = typing.TypeVar("_T")
@@ -26,11 +27,15 @@ class AdminStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> AdminAsyncStub: ...
     GetStatus: grpc.UnaryUnaryMultiCallable[protos.admin_pb2.GetStatusRequest, protos.admin_pb2.GetStatusReply]
+    GetSteps: grpc.UnaryUnaryMultiCallable[protos.worker_pb2.GetStepsRequest, protos.admin_pb2.GetClusterStepsReply]
+    """Asks the workers for their last steps."""
 
 @typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[protos.admin_pb2.GetStatusRequest, protos.admin_pb2.GetStatusReply]  # type: ignore[assignment]
+    GetSteps: grpc.aio.UnaryUnaryMultiCallable[protos.worker_pb2.GetStepsRequest, protos.admin_pb2.GetClusterStepsReply]  # type: ignore[assignment]
+    """Asks the workers for their last steps."""
 
 class AdminServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -39,5 +44,13 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: protos.admin_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.admin_pb2.GetStatusReply, collections.abc.Awaitable[protos.admin_pb2.GetStatusReply]]: ...
+
+    @abc.abstractmethod
+    def GetSteps(
+        self,
+        request: protos.worker_pb2.GetStepsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.admin_pb2.GetClusterStepsReply, collections.abc.Awaitable[protos.admin_pb2.GetClusterStepsReply]]:
+        """Asks the workers for their last steps."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

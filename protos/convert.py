@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pdcore.errors import InvalidRequest
 from pdcore.logprobs import Logprobs
+from pdcore.step_time import StepTime
 from pdcore.structured import StructuredOutput, StructureKind
 from pdcore.types import (
     KvEndpoint,
@@ -13,6 +14,7 @@ from pdcore.types import (
     KvTicket,
     KvTransferStats,
     ModelInfo,
+    PriorityClass,
     RequestKey,
     RequestSpec,
     Role,
@@ -30,6 +32,12 @@ _ROLE_TO_PROTO = {
     Role.AGGREGATED: worker_pb2.WORKER_ROLE_AGGREGATED,
 }
 _ROLE_FROM_PROTO = {number: role for role, number in _ROLE_TO_PROTO.items()}
+_CLASS_TO_PROTO = {
+    PriorityClass.INTERACTIVE: worker_pb2.REQUEST_CLASS_INTERACTIVE,
+    PriorityClass.STANDARD: worker_pb2.REQUEST_CLASS_STANDARD,
+    PriorityClass.BATCH: worker_pb2.REQUEST_CLASS_BATCH,
+}
+_CLASS_FROM_PROTO = {number: name for name, number in _CLASS_TO_PROTO.items()}
 
 
 def role_to_proto(role: Role) -> worker_pb2.WorkerRole.ValueType:
@@ -187,6 +195,31 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         swaps_out=load.swaps_out,
         swaps_in=load.swaps_in,
         swap_used_bytes=load.swap_used_bytes,
+        step_time=step_time_to_proto(load.step_time),
+        yielding_requests=load.yielding_requests,
+        yielding_blocks=load.yielding_blocks,
+    )
+
+
+def step_time_to_proto(model: StepTime) -> worker_pb2.StepTime:
+    return worker_pb2.StepTime(
+        base_ms=model.base_ms,
+        token_ms=model.token_ms,
+        attended_ms=model.attended_ms,
+        error=model.error,
+        steps=model.steps,
+        largest=model.largest,
+    )
+
+
+def step_time_from_proto(message: worker_pb2.StepTime) -> StepTime:
+    return StepTime(
+        base_ms=message.base_ms,
+        token_ms=message.token_ms,
+        attended_ms=message.attended_ms,
+        error=message.error,
+        steps=message.steps,
+        largest=message.largest,
     )
 
 
@@ -209,6 +242,9 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         progress=message.progress,
         cached_blocks=message.cached_blocks,
         cached_tokens=message.cached_tokens,
+        step_time=step_time_from_proto(message.step_time),
+        yielding_requests=message.yielding_requests,
+        yielding_blocks=message.yielding_blocks,
         swapped=message.swapped,
         swaps_out=message.swaps_out,
         swaps_in=message.swaps_in,
@@ -286,6 +322,8 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
         kv_codec=spec.kv_codec,
         cache_salt=spec.cache_salt,
         rebuild=spec.rebuild,
+        tenant=spec.tenant,
+        request_class=_CLASS_TO_PROTO[spec.priority],
     )
 
 
@@ -329,6 +367,8 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
         kv_codec=message.kv_codec,
         cache_salt=message.cache_salt,
         rebuild=message.rebuild,
+        tenant=message.tenant,
+        priority=_CLASS_FROM_PROTO.get(message.request_class, PriorityClass.STANDARD),
     )
 
 

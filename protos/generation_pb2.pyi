@@ -331,9 +331,9 @@ class GenerateRequest(google.protobuf.message.Message):
     """empty: the served model"""
     prompt: builtins.str
     tenant: builtins.str
-    """at most 128 characters; recorded with the request"""
+    """at most 128 characters; the queue policy "fair" shares out among tenants"""
     priority: Global___Priority.ValueType
-    """class; waiting requests are started in class order, then arrival order"""
+    """class; the queue policy "priority", which is the default, starts them in this order"""
     kv_codec: builtins.str
     """How the prompt's KV is packed on its way to the decode worker: a codec that the workers have, or "auto" (lossless,
     whichever is fastest); empty: the cluster's setting for the class. Codecs that are not lossless change the output.

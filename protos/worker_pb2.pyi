@@ -44,6 +44,28 @@ WORKER_ROLE_DECODE: WorkerRole.ValueType  # 2
 WORKER_ROLE_AGGREGATED: WorkerRole.ValueType  # 3
 Global___WorkerRole: typing_extensions.TypeAlias = WorkerRole
 
+class _RequestClass:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _RequestClassEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_RequestClass.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    REQUEST_CLASS_UNSPECIFIED: _RequestClass.ValueType  # 0
+    """standard"""
+    REQUEST_CLASS_INTERACTIVE: _RequestClass.ValueType  # 1
+    REQUEST_CLASS_STANDARD: _RequestClass.ValueType  # 2
+    REQUEST_CLASS_BATCH: _RequestClass.ValueType  # 3
+
+class RequestClass(_RequestClass, metaclass=_RequestClassEnumTypeWrapper):
+    """How urgent a request is; the queue policy "priority" goes by it."""
+
+REQUEST_CLASS_UNSPECIFIED: RequestClass.ValueType  # 0
+"""standard"""
+REQUEST_CLASS_INTERACTIVE: RequestClass.ValueType  # 1
+REQUEST_CLASS_STANDARD: RequestClass.ValueType  # 2
+REQUEST_CLASS_BATCH: RequestClass.ValueType  # 3
+Global___RequestClass: typing_extensions.TypeAlias = RequestClass
+
 class _TokenFinish:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -95,6 +117,118 @@ FAILURE_CODE_DRAINING: FailureCode.ValueType  # 4
 FAILURE_CODE_INTERNAL: FailureCode.ValueType  # 5
 """a bug"""
 Global___FailureCode: typing_extensions.TypeAlias = FailureCode
+
+@typing.final
+class GetStepsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """steps at most; a worker keeps the last 512"""
+    def __init__(
+        self,
+        *,
+        count: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["count", b"count"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GetStepsRequest: typing_extensions.TypeAlias = GetStepsRequest
+
+@typing.final
+class StepRecord(google.protobuf.message.Message):
+    """One step of an engine."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    AGE_S_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    DECODES_FIELD_NUMBER: builtins.int
+    PREFILLS_FIELD_NUMBER: builtins.int
+    ATTENDED_FIELD_NUMBER: builtins.int
+    BOUND_BY_FIELD_NUMBER: builtins.int
+    FREE_BLOCKS_FIELD_NUMBER: builtins.int
+    PREEMPTED_FIELD_NUMBER: builtins.int
+    RUNNING_FIELD_NUMBER: builtins.int
+    WAITING_INTERACTIVE_FIELD_NUMBER: builtins.int
+    WAITING_STANDARD_FIELD_NUMBER: builtins.int
+    WAITING_BATCH_FIELD_NUMBER: builtins.int
+    PREDICTED_MS_FIELD_NUMBER: builtins.int
+    MS_FIELD_NUMBER: builtins.int
+    SWAPPED_OUT_FIELD_NUMBER: builtins.int
+    SWAPPED_IN_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    age_s: builtins.float
+    """since it began"""
+    tokens: builtins.int
+    """computed in all"""
+    decodes: builtins.int
+    """sequences that got one token"""
+    prefills: builtins.int
+    """sequences that got more"""
+    attended: builtins.int
+    """sum over the sequences of tokens * context"""
+    bound_by: builtins.str
+    """What kept prompts from getting more: "memory", "itl" (target_itl_ms), "tokens" (the budget), "seqs", or nothing."""
+    free_blocks: builtins.int
+    """before it"""
+    preempted: builtins.int
+    running: builtins.int
+    waiting_interactive: builtins.int
+    waiting_standard: builtins.int
+    waiting_batch: builtins.int
+    predicted_ms: builtins.float
+    """0 while too few steps were seen"""
+    ms: builtins.float
+    swapped_out: builtins.int
+    """of those preempted, sequences whose KV goes to host memory"""
+    swapped_in: builtins.int
+    """sequences that come back from there"""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        age_s: builtins.float = ...,
+        tokens: builtins.int = ...,
+        decodes: builtins.int = ...,
+        prefills: builtins.int = ...,
+        attended: builtins.int = ...,
+        bound_by: builtins.str = ...,
+        free_blocks: builtins.int = ...,
+        preempted: builtins.int = ...,
+        running: builtins.int = ...,
+        waiting_interactive: builtins.int = ...,
+        waiting_standard: builtins.int = ...,
+        waiting_batch: builtins.int = ...,
+        predicted_ms: builtins.float = ...,
+        ms: builtins.float = ...,
+        swapped_out: builtins.int = ...,
+        swapped_in: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["age_s", b"age_s", "attended", b"attended", "bound_by", b"bound_by", "decodes", b"decodes", "free_blocks", b"free_blocks", "ms", b"ms", "predicted_ms", b"predicted_ms", "preempted", b"preempted", "prefills", b"prefills", "running", b"running", "step", b"step", "swapped_in", b"swapped_in", "swapped_out", b"swapped_out", "tokens", b"tokens", "waiting_batch", b"waiting_batch", "waiting_interactive", b"waiting_interactive", "waiting_standard", b"waiting_standard"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___StepRecord: typing_extensions.TypeAlias = StepRecord
+
+@typing.final
+class GetStepsReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEPS_FIELD_NUMBER: builtins.int
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
+        """the oldest first"""
+
+    def __init__(
+        self,
+        *,
+        steps: collections.abc.Iterable[Global___StepRecord] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["steps", b"steps"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___GetStepsReply: typing_extensions.TypeAlias = GetStepsReply
 
 @typing.final
 class ModelDescription(google.protobuf.message.Message):
@@ -449,6 +583,8 @@ class WorkerRequest(google.protobuf.message.Message):
     KV_CODEC_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
     REBUILD_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    REQUEST_CLASS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     token_window: builtins.int
@@ -459,6 +595,9 @@ class WorkerRequest(google.protobuf.message.Message):
     """cached KV is shared with requests of the same salt only"""
     rebuild: builtins.bool
     """its KV was computed before, and the transfer failed"""
+    tenant: builtins.str
+    """who it is for; the queue policy "fair" shares out among tenants"""
+    request_class: Global___RequestClass.ValueType
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -479,10 +618,12 @@ class WorkerRequest(google.protobuf.message.Message):
         kv_codec: builtins.str = ...,
         cache_salt: builtins.str = ...,
         rebuild: builtins.bool = ...,
+        tenant: builtins.str = ...,
+        request_class: Global___RequestClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "rebuild", b"rebuild", "request_id", b"request_id", "sampling", b"sampling", "token_window", b"token_window"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "rebuild", b"rebuild", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_window", b"token_window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
@@ -677,6 +818,42 @@ class SessionCommand(google.protobuf.message.Message):
 Global___SessionCommand: typing_extensions.TypeAlias = SessionCommand
 
 @typing.final
+class StepTime(google.protobuf.message.Message):
+    """What a worker's steps take: base_ms + token_ms * tokens + attended_ms * sum(tokens * context), fitted as it runs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BASE_MS_FIELD_NUMBER: builtins.int
+    TOKEN_MS_FIELD_NUMBER: builtins.int
+    ATTENDED_MS_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    LARGEST_FIELD_NUMBER: builtins.int
+    base_ms: builtins.float
+    token_ms: builtins.float
+    attended_ms: builtins.float
+    error: builtins.float
+    """mean of |real - predicted| / predicted over late steps"""
+    steps: builtins.int
+    """that it was learned from; says nothing below 4"""
+    largest: builtins.int
+    """tokens of the largest of them"""
+    def __init__(
+        self,
+        *,
+        base_ms: builtins.float = ...,
+        token_ms: builtins.float = ...,
+        attended_ms: builtins.float = ...,
+        error: builtins.float = ...,
+        steps: builtins.int = ...,
+        largest: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attended_ms", b"attended_ms", "base_ms", b"base_ms", "error", b"error", "largest", b"largest", "steps", b"steps", "token_ms", b"token_ms"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___StepTime: typing_extensions.TypeAlias = StepTime
+
+@typing.final
 class Load(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -731,6 +908,9 @@ class Load(google.protobuf.message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: builtins.int
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     TRANSFER_EVENTS_FIELD_NUMBER: builtins.int
+    STEP_TIME_FIELD_NUMBER: builtins.int
+    YIELDING_REQUESTS_FIELD_NUMBER: builtins.int
+    YIELDING_BLOCKS_FIELD_NUMBER: builtins.int
     SWAPPED_FIELD_NUMBER: builtins.int
     SWAPS_OUT_FIELD_NUMBER: builtins.int
     SWAPS_IN_FIELD_NUMBER: builtins.int
@@ -753,6 +933,10 @@ class Load(google.protobuf.message.Message):
     """in the prefix cache, used or not"""
     cached_tokens: builtins.int
     """prompt tokens that were not computed because the prefix cache had them"""
+    yielding_requests: builtins.int
+    """batch requests that would give way to interactive ones"""
+    yielding_blocks: builtins.int
+    """what that would free"""
     swapped: builtins.int
     """preempted sequences whose KV is in host memory, or on its way there or back"""
     swaps_out: builtins.int
@@ -766,6 +950,8 @@ class Load(google.protobuf.message.Message):
     def transfer_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """what went wrong with KV transfers, see pdcore.types.WorkerLoad"""
 
+    @property
+    def step_time(self) -> Global___StepTime: ...
     def __init__(
         self,
         *,
@@ -786,12 +972,17 @@ class Load(google.protobuf.message.Message):
         cached_blocks: builtins.int = ...,
         cached_tokens: builtins.int = ...,
         transfer_events: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        step_time: Global___StepTime | None = ...,
+        yielding_requests: builtins.int = ...,
+        yielding_blocks: builtins.int = ...,
         swapped: builtins.int = ...,
         swaps_out: builtins.int = ...,
         swaps_in: builtins.int = ...,
         swap_used_bytes: builtins.int = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "swap_used_bytes", b"swap_used_bytes", "swapped", b"swapped", "swaps_in", b"swaps_in", "swaps_out", b"swaps_out", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step_time", b"step_time"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "step_time", b"step_time", "swap_used_bytes", b"swap_used_bytes", "swapped", b"swapped", "swaps_in", b"swaps_in", "swaps_out", b"swaps_out", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting", "yielding_blocks", b"yielding_blocks", "yielding_requests", b"yielding_requests"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

@@ -39,6 +39,11 @@ class WorkerStub(object):
                 request_serializer=protos_dot_worker__pb2.SessionCommand.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.SessionEvent.FromString,
                 _registered_method=True)
+        self.GetSteps = channel.unary_unary(
+                '/pdserve.v1.Worker/GetSteps',
+                request_serializer=protos_dot_worker__pb2.GetStepsRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.GetStepsReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -50,6 +55,13 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSteps(self, request, context):
+        """What the last steps of the engine did. Outside of sessions, for people.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=protos_dot_worker__pb2.SessionCommand.FromString,
                     response_serializer=protos_dot_worker__pb2.SessionEvent.SerializeToString,
+            ),
+            'GetSteps': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSteps,
+                    request_deserializer=protos_dot_worker__pb2.GetStepsRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.GetStepsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class Worker(object):
             '/pdserve.v1.Worker/Session',
             protos_dot_worker__pb2.SessionCommand.SerializeToString,
             protos_dot_worker__pb2.SessionEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSteps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.Worker/GetSteps',
+            protos_dot_worker__pb2.GetStepsRequest.SerializeToString,
+            protos_dot_worker__pb2.GetStepsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,11 +31,15 @@ class WorkerStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> WorkerAsyncStub: ...
     Session: grpc.StreamStreamMultiCallable[protos.worker_pb2.SessionCommand, protos.worker_pb2.SessionEvent]
+    GetSteps: grpc.UnaryUnaryMultiCallable[protos.worker_pb2.GetStepsRequest, protos.worker_pb2.GetStepsReply]
+    """What the last steps of the engine did. Outside of sessions, for people."""
 
 @typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Session: grpc.aio.StreamStreamMultiCallable[protos.worker_pb2.SessionCommand, protos.worker_pb2.SessionEvent]  # type: ignore[assignment]
+    GetSteps: grpc.aio.UnaryUnaryMultiCallable[protos.worker_pb2.GetStepsRequest, protos.worker_pb2.GetStepsReply]  # type: ignore[assignment]
+    """What the last steps of the engine did. Outside of sessions, for people."""
 
 class WorkerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -44,5 +48,13 @@ class WorkerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[protos.worker_pb2.SessionCommand],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.worker_pb2.SessionEvent], collections.abc.AsyncIterator[protos.worker_pb2.SessionEvent]]: ...
+
+    @abc.abstractmethod
+    def GetSteps(
+        self,
+        request: protos.worker_pb2.GetStepsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[protos.worker_pb2.GetStepsReply, collections.abc.Awaitable[protos.worker_pb2.GetStepsReply]]:
+        """What the last steps of the engine did. Outside of sessions, for people."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -6,7 +6,7 @@ import grpc
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
-from protos import admin_pb2, admin_pb2_grpc
+from protos import admin_pb2, admin_pb2_grpc, worker_pb2
 from protos.convert import model_to_proto
 from router.dispatcher import Dispatcher
 
@@ -39,3 +39,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             rebuilds=dispatcher.counters.rebuilds,
             workers=dispatcher.pool.statuses(),
         )
+
+    async def GetSteps(
+        self, request: worker_pb2.GetStepsRequest, context: grpc.aio.ServicerContext
+    ) -> admin_pb2.GetClusterStepsReply:
+        return admin_pb2.GetClusterStepsReply(workers=await self._dispatcher.pool.last_steps(request.count))

@@ -5,19 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Generic, TypeVar
+
+from pdcore.config import QueueConfig
+from pdcore.queueing import QueueBook, Waiting, service_order
+from pdcore.types import PriorityClass
 
 MIN_RETRY_AFTER_S = 0.5
 MAX_RETRY_AFTER_S = 30.0
-
-
-class PriorityClass(IntEnum):
-    """Requests are started in this order, then in order of arrival."""
-
-    INTERACTIVE = 0
-    STANDARD = 1
-    BATCH = 2
 
 
 @dataclass(slots=True)
@@ -26,19 +21,26 @@ class QueueEntry:
 
     Attributes:
         arrival: counts arrivals; a request that comes back keeps its own and so its place.
+        tokens: of its prompt; the router does not know what workers have cached of it.
+        tenant: who it is for.
         not_before: it is not started before this time (seconds, the caller's clock).
         passed: how often a request behind it was started while it did not fit.
+        again: it was started before and has come back.
     """
 
     request_id: str
     priority: PriorityClass
     arrival: int
+    tokens: int = 0
+    tenant: str = ""
     not_before: float = 0.0
     passed: int = 0
+    again: bool = False
 
     @property
-    def order(self) -> tuple[int, int]:
-        return (self.priority, self.arrival)
+    def waiting(self) -> Waiting:
+        """It as the queue's policy sees it."""
+        return Waiting(self.arrival, self.tokens, self.tenant, self.priority, self.again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,31 +84,37 @@ class _StartRate:
 
 @dataclass(slots=True)
 class AdmissionQueue:
-    """Waiting requests in class order, then arrival order.
+    """Waiting requests, started in the order of the queue's policy (`pdcore.queueing`).
 
     A request that does not fit now may be passed by at most `max_passes` later ones; from then on nothing behind it
     starts before it does, so that it is not starved by smaller ones. At most `look_ahead` requests that do not fit
     are looked past, which bounds the cost of a call.
 
     Args:
-        max_queue: waiting requests at most.
+        max_queue: waiting requests at most. config: the policy.
     """
 
     max_queue: int
+    config: QueueConfig = field(default_factory=QueueConfig)
     max_passes: int = 32
     look_ahead: int = 16
-    _entries: list[QueueEntry] = field(default_factory=list)
+    _entries: list[QueueEntry] = field(default_factory=list)  # the oldest first
+    _running: set[str] = field(default_factory=set)
+    _book: QueueBook = field(init=False)
     _arrivals: int = 0
     _rate: _StartRate = field(default_factory=_StartRate)
+
+    def __post_init__(self) -> None:
+        self._book = QueueBook(self.config)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def offer(self, request_id: str, priority: PriorityClass) -> Queued | Shed:
-        """A new request. It waits behind its class, or is shed if the queue is full."""
+    def offer(self, request_id: str, priority: PriorityClass, *, tokens: int = 0, tenant: str = "") -> Queued | Shed:
+        """A new request. It waits, or is shed if the queue is full."""
         if len(self._entries) >= self.max_queue:
             return Shed(self.retry_after_s())
-        entry = QueueEntry(request_id, priority, self._arrivals)
+        entry = QueueEntry(request_id, priority, self._arrivals, tokens, tenant)
         self._arrivals += 1
         self._insert(entry)
         return Queued(entry)
@@ -114,15 +122,22 @@ class AdmissionQueue:
     def put_back(self, entry: QueueEntry, not_before: float) -> None:
         """A request that was started could not go on. It gets its old place, and is never shed."""
         entry.not_before = not_before
+        entry.again = True
+        self._running.discard(entry.request_id)
         self._insert(entry)
 
     def remove(self, request_id: str) -> bool:
-        """A waiting request has ended; False if it does not wait."""
+        """A request has ended; False if it was not waiting."""
+        self._running.discard(request_id)
         for index, entry in enumerate(self._entries):
             if entry.request_id == request_id:
                 del self._entries[index]
                 return True
         return False
+
+    def generated(self, entry: QueueEntry, tokens: int) -> None:
+        """So many tokens of a request have been generated."""
+        self._book.generated(entry.tenant, tokens)
 
     def start_next(self, now: float, route_for: Callable[[QueueEntry], T | None]) -> Started[T] | None:
         """Take the first request for which `route_for` has a route; None if nothing can start now.
@@ -130,17 +145,24 @@ class AdmissionQueue:
         Call again until None: a start changes what fits.
         """
         passed: list[QueueEntry] = []
-        for index, entry in enumerate(self._entries):
+        waiting = [entry.waiting for entry in self._entries]
+        state = self._book.look(waiting, len(self._running))
+        for index in service_order(waiting, self.config, state):
+            entry = self._entries[index]
             route = route_for(entry) if entry.not_before <= now else None
             if route is not None:
                 del self._entries[index]
                 for other in passed:
                     other.passed += 1
+                self._running.add(entry.request_id)
+                self._book.started(entry.waiting, (other.priority for other in self._entries))
                 self._rate.started(now, still_waiting=bool(self._entries))
                 return Started(entry, route)
             passed.append(entry)
             if entry.passed >= self.max_passes or len(passed) >= self.look_ahead:
-                return None
+                break
+        # Whatever fits has been started: the batch is complete.
+        self._book.close_batch()
         return None
 
     def next_wake(self, now: float) -> float | None:
@@ -148,7 +170,7 @@ class AdmissionQueue:
         return min((e.not_before for e in self._entries if e.not_before > now), default=None)
 
     def waiting(self) -> list[str]:
-        """Request ids in the order in which they would start."""
+        """Request ids, the oldest first."""
         return [entry.request_id for entry in self._entries]
 
     def retry_after_s(self) -> float:
@@ -157,4 +179,4 @@ class AdmissionQueue:
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, estimate))
 
     def _insert(self, entry: QueueEntry) -> None:
-        bisect.insort(self._entries, entry, key=lambda e: e.order)
+        bisect.insort(self._entries, entry, key=lambda e: e.arrival)

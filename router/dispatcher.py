@@ -18,7 +18,7 @@ from pdcore.errors import (
     RequestError,
     Unavailable,
 )
-from pdcore.types import FinishReason
+from pdcore.types import FinishReason, PriorityClass
 from protos import kv_pb2, worker_pb2
 from protos.convert import logprobs_from_proto, spec_to_proto, stats_from_proto
 from router import tracker as effects_of
@@ -105,7 +105,7 @@ class Dispatcher:
         self._clock = clock
         self._on_change = on_change
         self._no_route_grace_s = config.worker_wait_s
-        self._queue = AdmissionQueue(config.max_queue)
+        self._queue = AdmissionQueue(config.max_queue, config.queue)
         self._active: dict[str, ActiveRequest] = {}
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
         self._pump_timer: asyncio.TimerHandle | None = None
@@ -146,7 +146,9 @@ class Dispatcher:
             raise InvalidRequest("request_id", f"a request with the id {request.request_id!r} is running")
         if not self.pool.route_possible:
             raise Unavailable("no decode or aggregated worker is connected")
-        admitted = self._queue.offer(request.request_id, request.priority)
+        admitted = self._queue.offer(
+            request.request_id, request.priority, tokens=len(request.prompt), tenant=request.tenant
+        )
         if isinstance(admitted, Shed):
             raise Overloaded(f"{len(self._queue)} requests are waiting already", admitted.retry_after_s)
         now = self._clock.now()
@@ -162,6 +164,8 @@ class Dispatcher:
             last_attempt=self._last_attempts.get(request.request_id, 0),
             kv_codec=request.kv_codec or getattr(self._config.kv_codec_by_class, request.priority.name.lower()),
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            priority=request.priority,
         )
         active = ActiveRequest(tracker, stream, admitted.entry)
         if deadline is not None:
@@ -283,6 +287,7 @@ class Dispatcher:
             active = self._active.get(token.request_id)
             if active is None:
                 continue
+            before = len(active.tracker.delivered)
             try:
                 effects = active.tracker.token(
                     worker_id,
@@ -297,6 +302,7 @@ class Dispatcher:
             except Exception as error:  # noqa: BLE001  # one request's bug must not end the session of all
                 self._bug(active, error)
                 continue
+            self._queue.generated(active.entry, len(active.tracker.delivered) - before)
             if effects:
                 self.perform(active, effects)
         for notice in report.notices:
@@ -535,6 +541,7 @@ class Dispatcher:
             prompt_tokens=tracker.prompt_tokens,
             total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
             resumes=bool(tracker.delivered),
+            interactive=active.entry.priority is PriorityClass.INTERACTIVE,
             rebuild=active.rebuild,
             local_only=active.local_only,
             exclude=frozenset(worker for worker, until in active.refused.items() if until > now),

@@ -98,6 +98,7 @@ class RouteRequest:
         prompt_tokens: tokens to compute before a new one is sampled, delivered ones included.
         total_tokens: prompt and output together, at most; a worker that decodes must be able to hold them.
         resumes: tokens were delivered already; the request is replayed locally from prompt + delivered.
+        interactive: batch requests give way to it on a worker that runs it as a whole.
         rebuild: a KV transfer failed, and the decode side is to compute the prompt itself.
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
@@ -106,6 +107,7 @@ class RouteRequest:
     prompt_tokens: int
     total_tokens: int
     resumes: bool = False
+    interactive: bool = False
     rebuild: bool = False
     local_only: bool = False
     exclude: frozenset[str] = frozenset()
@@ -175,7 +177,7 @@ def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | 
 def _local(request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str) -> Route | NoRoute:
     if not workers:
         return NoRoute(busy=False, reason="no decode or aggregated worker that holds the whole request")
-    ready = [w for w in workers if _can_prefill(request, w) and _has_room(request, w)]
+    ready = [w for w in workers if _can_prefill(request, w) and _has_room(request, w, gives_way=request.interactive)]
     if not ready:
         return NoRoute(busy=True, reason="no room on the workers that run both phases")
     best = min(
@@ -225,8 +227,15 @@ def _can_prefill(request: RouteRequest, worker: WorkerSnapshot) -> bool:
     return queued + request.prompt_tokens - longest <= worker.max_queued_prefill_tokens
 
 
-def _has_room(request: RouteRequest, worker: WorkerSnapshot) -> bool:
-    """Room for the prompt and the first token. An idle worker is asked in any case: it knows best whether it fits."""
-    if worker.requests >= worker.max_requests:
+def _has_room(request: RouteRequest, worker: WorkerSnapshot, gives_way: bool = False) -> bool:
+    """Room for the prompt and the first token. An idle worker is asked in any case: it knows best whether it fits.
+
+    `gives_way`: what batch requests there would give up for it counts as free.
+    """
+    requests, free_blocks = worker.requests, worker.free_blocks
+    if gives_way:
+        requests -= worker.load.yielding_requests
+        free_blocks += worker.load.yielding_blocks
+    if requests >= worker.max_requests:
         return False
-    return worker.requests == 0 or worker.free_blocks >= worker.blocks_for(request.prompt_tokens + 1)
+    return worker.requests == 0 or free_blocks >= worker.blocks_for(request.prompt_tokens + 1)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pdcore.errors import InvalidRequest, ReplaysExhausted, RequestError
 from pdcore.logprobs import Logprobs
-from pdcore.types import FinishReason, KvTransferStats, RequestKey, RequestSpec, SamplingParams
+from pdcore.types import FinishReason, KvTransferStats, PriorityClass, RequestKey, RequestSpec, SamplingParams
 from router.policy import Route
 
 
@@ -203,7 +203,7 @@ class RequestTracker:
         last_attempt: the first attempt gets the next number. Another request may have used the same id before, and
             a worker may still be letting go of it: numbers that go on keep the two apart.
         sink: gets the delivered tokens. now: time of arrival. All times are seconds on one monotonic clock.
-        kv_codec, cache_salt: see `RequestSpec`.
+        kv_codec, cache_salt, tenant, priority: see `RequestSpec`.
     """
 
     def __init__(
@@ -219,6 +219,8 @@ class RequestTracker:
         last_attempt: int = 0,
         kv_codec: str = "",
         cache_salt: str = "",
+        tenant: str = "",
+        priority: PriorityClass = PriorityClass.STANDARD,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -232,6 +234,8 @@ class RequestTracker:
         self._max_replays = max_replays
         self._kv_codec = kv_codec
         self._cache_salt = cache_salt
+        self._tenant = tenant
+        self._priority = priority
         self._sink = sink
         self._taken = 0
         # Of the current attempt: who holds something (False: only planned there), and who does what.
@@ -482,6 +486,8 @@ class RequestTracker:
             cache_salt=self._cache_salt,
             kv_codec=self._kv_codec,
             rebuild=self._route.rebuild,
+            tenant=self._tenant,
+            priority=self._priority,
         )
 
     def _is_current(self, worker_id: str, attempt: int) -> bool:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pdcore.config import CODEC_CHOICES, CODECS
 from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
-from pdcore.types import SamplingParams
+from pdcore.types import PriorityClass, SamplingParams
 from protos import generation_pb2
 from protos.convert import structured_from_proto
-from router.admission import PriorityClass
 from router.logit_validation import LogitParams, check_some_allowed, check_token_ids, logit_params
 from router.tokenizer import GenerationDefaults, TextModel
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import grpc
 
 from pdcore.clock import Clock
-from pdcore.errors import HandshakeRefused, PdserveError
+from pdcore.errors import HandshakeRefused, PdserveError, Unavailable
 from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, Role, WorkerLoad
 from protos import membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_from_proto, load_from_proto, model_from_proto, role_from_proto
@@ -130,6 +130,7 @@ class WorkerClient:
         self._first_progress: int | None = None
         self._pending_reserves: dict[tuple[str, int], float] = {}
         self._task: asyncio.Task[None] | None = None
+        self._channel: grpc.aio.Channel | None = None  # of the session
 
     @property
     def worker_id(self) -> str:
@@ -159,6 +160,18 @@ class WorkerClient:
         self._outbox.append(command)
         self._mail.set()
 
+    async def last_steps(self, count: int) -> worker_pb2.GetStepsReply:
+        """What the last `count` steps of the worker's engine did. Raises Unavailable if it does not say."""
+        if self.facts is None or self._channel is None:
+            raise Unavailable(self.problem)
+        try:
+            request = worker_pb2.GetStepsRequest(count=count)
+            stub = worker_pb2_grpc.WorkerStub(self._channel)
+            reply: worker_pb2.GetStepsReply = await stub.GetSteps(request, timeout=self._timing.dead_after_s)
+        except grpc.aio.AioRpcError as error:
+            raise Unavailable(f"{error.code().name}: {error.details()}") from error
+        return reply
+
     # -- the life of sessions ------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
@@ -168,9 +181,11 @@ class WorkerClient:
             try:
                 # A channel per session: one that failed may hold on to a dead connection.
                 async with grpc.aio.insecure_channel(self.member.address, options=self._options) as channel:
+                    self._channel = channel
                     try:
                         await self._session(channel)
                     finally:
+                        self._channel = None
                         had_session = self.facts is not None
             except asyncio.CancelledError:
                 self._lost(NO_LONGER_USED)

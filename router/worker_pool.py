@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pdcore.clock import Clock
 from pdcore.config import CODECS, RouterConfig
+from pdcore.errors import Unavailable
 from pdcore.types import ModelInfo, RequestKey, Role
 from protos import admin_pb2, membership_pb2, worker_pb2
 from protos.convert import load_to_proto
@@ -263,6 +264,19 @@ class WorkerPool:
             )
             for worker_id, client in sorted(self._clients.items())
         ]
+
+    async def last_steps(self, count: int) -> list[admin_pb2.WorkerSteps]:
+        """What the last `count` steps of each worker did, or why it does not say, by worker id."""
+        clients = [client for _, client in sorted(self._clients.items())]
+        return list(await asyncio.gather(*(self._last_steps(client, count) for client in clients)))
+
+    async def _last_steps(self, client: WorkerClient, count: int) -> admin_pb2.WorkerSteps:
+        said = admin_pb2.WorkerSteps(worker_id=client.worker_id, role=client.member.role)
+        try:
+            said.steps.extend((await client.last_steps(count)).steps)
+        except Unavailable as error:
+            said.problem = str(error)
+        return said
 
     def _state(self, client: WorkerClient) -> membership_pb2.WorkerState.ValueType:
         draining = client.draining or client.worker_id not in self._states

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from engine.step_log import StepRecord
 from pdcore.clock import Clock
 from pdcore.errors import HandshakeRefused, InvalidRequest, PdserveError, Unavailable
 from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, WorkerLoad
 from protos import worker_pb2, worker_pb2_grpc
 from protos.convert import spec_from_proto, ticket_from_proto, ticket_to_proto
+from worker.events import steps_reply
 from worker.handler import RoleHandler, failed_notice, failure_of
 from worker.outbox import Outbox
 
@@ -54,7 +56,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
     """Serves `Worker.Session` and is the `Reporter` of the worker's role.
 
     Args:
-        welcome: answer to a Hello that fits. load: the load to report, now.
+        welcome: answer to a Hello that fits. load: the load to report, now. steps: the last steps, so many at most.
         heartbeat_s: seconds between reports without news. dead_after_s: silence that ends a session.
         on_crash: called if the watch over silent routers fails.
     """
@@ -64,6 +66,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         *,
         welcome: worker_pb2.Welcome,
         load: Callable[[], WorkerLoad],
+        steps: Callable[[int], Sequence[StepRecord]],
         clock: Clock,
         heartbeat_s: float,
         dead_after_s: float,
@@ -71,6 +74,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self._welcome = welcome
         self._load = load
+        self._steps = steps
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._dead_after_s = dead_after_s
@@ -146,6 +150,14 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             session = self._owners.pop(key, None)
             if session is not None:
                 session.keys.discard(key)
+
+    # -- for people -------------------------------------------------------------------------------------------
+
+    def GetSteps(
+        self, request: worker_pb2.GetStepsRequest, context: grpc.ServicerContext
+    ) -> worker_pb2.GetStepsReply:
+        """See worker.proto."""
+        return steps_reply(self._steps(request.count), self._clock.now())
 
     # -- the stream --------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call
+from cluster.cli.steps import show_steps
 from protos import admin_pb2, admin_pb2_grpc, membership_pb2, worker_pb2
 
 _ROLES = {
@@ -28,6 +29,8 @@ _ROLES = {
 def status(
     address: Annotated[str, typer.Option(help="HOST:PORT of a running cluster.")] = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    steps: Annotated[bool, typer.Option("--steps", help="What each worker's last steps did, and why.")] = False,
+    last: Annotated[int, typer.Option(min=1, max=512, help="How many steps --steps shows.")] = 20,
 ) -> None:
     """Show the pools, workers and load of a running cluster.
 
@@ -36,10 +39,17 @@ def status(
       pdserve status
 
       pdserve status --json --address 127.0.0.1:50051
+
+      pdserve status --steps --last 50
     """
     with connect(address) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        reply: admin_pb2.GetStatusReply | admin_pb2.GetClusterStepsReply
         try:
-            reply = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
+            if steps:
+                reply = admin.GetSteps(worker_pb2.GetStepsRequest(count=last), timeout=10.0)
+            else:
+                reply = admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
         except grpc.RpcError as error:
             raise failed_call(error, address) from error
     if as_json:
@@ -47,8 +57,10 @@ def status(
             reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
         print(json.dumps(data, indent=2))
-        return
-    show(reply, address, Console())
+    elif isinstance(reply, admin_pb2.GetClusterStepsReply):
+        show_steps(reply, Console())
+    else:
+        show(reply, address, Console())
 
 
 def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> None:

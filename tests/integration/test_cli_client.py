@@ -55,6 +55,8 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
         ]
         self.error: tuple[grpc.StatusCode, str] | None = None
         self.status = admin_pb2.GetStatusReply()
+        self.steps = admin_pb2.GetClusterStepsReply()
+        self.asked_steps = 0
 
     def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -73,6 +75,12 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusReply:
         return self.status
+
+    def GetSteps(
+        self, request: worker_pb2.GetStepsRequest, context: grpc.ServicerContext
+    ) -> admin_pb2.GetClusterStepsReply:
+        self.asked_steps = request.count
+        return self.steps
 
 
 @pytest.fixture
@@ -441,6 +449,44 @@ def test_status_is_readable_at_80_columns() -> None:
     assert words >= {"run", "wait", "pause", "queued", "tokens", "KV", "blocks", "used", "transfers", "step"}
     assert words >= {"192.168.117.204:54321", "12300/12345", "aggregated-11", "1234.5", "123456", "avx512"}
     assert set(" ".join(shown_at(100, reply)).split()) >= {"pid", "1234567", "prefix", "cache"}
+
+
+def some_steps() -> admin_pb2.GetClusterStepsReply:
+    reply = admin_pb2.GetClusterStepsReply()
+    decode = reply.workers.add(worker_id="decode-0", role=worker_pb2.WORKER_ROLE_DECODE)
+    decode.steps.add(
+        step=1234567, age_s=3599.96, tokens=8192, decodes=128, prefills=17, bound_by="memory", running=145,
+        waiting_interactive=11, waiting_standard=222, waiting_batch=333, free_blocks=12345, preempted=12,
+        predicted_ms=987.65, ms=1234.56,
+    )  # fmt: skip
+    decode.steps.add(step=1234568, tokens=3, decodes=3, running=3, ms=21.5)
+    reply.workers.add(worker_id="prefill-0", problem="no route")
+    return reply
+
+
+def test_last_steps_as_a_table_that_fits_80_columns(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cluster.steps = some_steps()
+    run = Run("status", "--steps", "--last", "7", "--address", cluster.address)
+    assert run.code == 0, run.err
+    assert cluster.asked_steps == 7
+    lines = run.out.splitlines()
+    first, second = (next(line for line in lines if line.split()[:1] == [step]) for step in ("1234567", "1234568"))
+    assert first.split()[2:] == ["8192", "128", "17", "memory", "145", "11/222/333", "12345", "12", "1234.6", "987.6"]
+    assert second.split()[-2:] == ["21.5", "-"]
+    assert max(map(len, lines)) <= 80
+    assert "no route" in run.out
+
+
+def test_last_steps_as_json(cluster: ScriptedCluster) -> None:
+    cluster.steps = some_steps()
+    data = json.loads(Run("status", "--steps", "--json", "--address", cluster.address).out)
+    assert cluster.asked_steps == 20
+    assert data["workers"][0]["steps"][0]["bound_by"] == "memory"
+    assert data["workers"][0]["steps"][0]["predicted_ms"] == 987.65
+    assert data["workers"][1]["problem"] == "no route"
 
 
 def test_status_json(cluster: ScriptedCluster) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdcore.config import KvCodecByClass
+from pdcore.config import KvCodecByClass, QueueConfig
 from pdcore.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ReplaysExhausted, Unavailable
 from pdcore.types import RequestKey, Role
 from protos import worker_pb2
@@ -320,6 +320,36 @@ async def test_waiting_requests_start_in_class_order(model: Path) -> None:
         gate.opened.set()
         await asyncio.gather(*answers)
         assert gate.order == ["first", "interactive", "standard", "batch"]
+
+
+async def test_tenants_take_turns_and_workers_hear_who_it_is_for(model: Path) -> None:
+    fair = QueueConfig("fair")
+    async with NullCluster(model, pair(), max_queued_prefill_tokens=1, queue=fair) as cluster:
+        gate = cluster["p0"].hook = Gate("prefill")
+        heard: dict[str, tuple[str, int]] = {}
+
+        async def look(point: str, key: RequestKey, _: int) -> None:
+            for held, job in cluster["d0"].held.items():
+                name = held.request_id.rpartition("/")[2]
+                heard[name] = (job.request.tenant, job.request.request_class)
+
+        cluster["d0"].hook = look
+        answers = []
+        for waiting, name in enumerate(["a0", "a1", "a2", "b0", "b1"]):
+            answers.append(
+                asyncio.ensure_future(
+                    cluster.client.complete(
+                        [1, 1], Sampling(max_tokens=2), request_id=name, tenant=name[0], priority="batch"
+                    )
+                )
+            )
+            if not waiting:
+                await gate.reached.wait()
+            await until(lambda count=waiting: cluster.dispatcher.queued == count, "it waits")
+        gate.opened.set()
+        await asyncio.gather(*answers)
+        assert gate.order[:2] == ["a0", "b0"], "b has had nothing yet"
+        assert heard["b0"] == ("b", worker_pb2.REQUEST_CLASS_BATCH)
 
 
 async def test_an_id_in_flight_is_refused_and_free_again_afterwards(model: Path) -> None:

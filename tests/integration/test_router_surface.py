@@ -15,7 +15,7 @@ from grpc_status import rpc_status
 from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError, InvalidRequest, ModelError, Unavailable, UnknownModel
 from pdcore.types import ModelInfo, Role
-from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, worker_pb2
 from router.client import AsyncClient, Client, Sampling, build_request
 from router.service import RouterServer
 from tests.integration.test_router_flow import Gate, expected
@@ -188,6 +188,17 @@ async def test_status(model: Path) -> None:
         ]
         assert status.workers[0].load.total_blocks == 4096
         assert status.model.name == "null"
+
+
+async def test_last_steps_of_every_worker(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        cluster["p0"].hung = True
+        reply = await admin_pb2_grpc.AdminStub(channel).GetSteps(worker_pb2.GetStepsRequest(count=3))
+        decode, prefill = reply.workers
+        assert (decode.worker_id, decode.role, decode.problem) == ("d0", worker_pb2.WORKER_ROLE_DECODE, "")
+        assert [step.step for step in decode.steps] == [1, 2, 3]
+        assert (prefill.worker_id, len(prefill.steps)) == ("p0", 0)
+        assert "nobody is at home" in prefill.problem
 
 
 async def test_get_model(model: Path) -> None:

@@ -18,7 +18,7 @@ from pdcore.config import SchedulerConfig, TransferConfig, WorkerConfig
 from pdcore.errors import ConfigError, TicketError
 from pdcore.types import RequestKey, RequestSpec, Role
 from prefill_worker.worker import PrefillWorker
-from protos import worker_pb2
+from protos import worker_pb2, worker_pb2_grpc
 from tests.support.reference import divergences, load_reference
 from tests.support.session_client import SessionClient
 from tests.support.specs import prompt_of, spec_of
@@ -141,6 +141,20 @@ def test_two_hundred_prompts_at_once_each_get_their_own_first_token(pair: Pair) 
     for spec in specs:
         assert pair.d.wait_finished(spec.key.request_id) == pair.d.wait_finished(reference[spec.key].key.request_id)
     pair.at_rest()
+
+
+def test_what_the_steps_did_can_be_fetched(pair: Pair) -> None:
+    spec = spec_of(prompt_of(100), max_tokens=5)
+    pair.run(spec)
+    pair.d.wait_finished(spec.key.request_id)
+    pair.at_rest()
+    for worker, tokens in ((pair.prefill_worker, [48, 48, 4]), (pair.decode_worker, [1, 1, 1])):
+        with grpc.insecure_channel(worker.address) as channel:
+            reply = worker_pb2_grpc.WorkerStub(channel).GetSteps(worker_pb2.GetStepsRequest(count=3), timeout=10)
+        assert [step.tokens for step in reply.steps] == tokens
+        assert [step.step - reply.steps[0].step for step in reply.steps] == [0, 1, 2]
+        assert all(step.ms > 0 and step.age_s > 0 and step.predicted_ms > 0 for step in reply.steps)
+    assert pair.d.fresh_load().step_time.steps > 0
 
 
 def test_the_receiver_counts_the_transfer(pair: Pair) -> None:

@@ -11,7 +11,7 @@ from engine.swap import Copier, Copy, ThreadCopier
 from pdcore.clock import Clock, ManualClock
 from pdcore.config import EngineConfig, SchedulerConfig
 from pdcore.structured import StructuredOutput
-from pdcore.types import RequestKey, RequestSpec, SamplingParams
+from pdcore.types import PriorityClass, RequestKey, RequestSpec, SamplingParams
 from tests.support.fake_runner import FakeRunner
 
 
@@ -33,8 +33,9 @@ def make_engine(
     prefer_swap: bool = False,
     copier: ManualCopier | None = None,
     on_copied: Callable[[], None] = lambda: None,
+    **scheduler: object,
 ) -> Engine:
-    """An engine with these scheduler limits, on a clock that stands still.
+    """An engine with these scheduler limits (`scheduler`: more of them), on a clock that stands still.
 
     `swap_blocks`: its host memory. `copier`: runs its copies; a thread does if there is none.
     """
@@ -46,7 +47,7 @@ def make_engine(
         prefix_cache=prefix_cache,
         swap_memory=swap_blocks * geometry.block_size * geometry.bytes_per_token,
         preemption=preemption,
-        scheduler=SchedulerConfig(budget, max_num_seqs, chunk, local_prefill_tokens),
+        scheduler=SchedulerConfig(budget, max_num_seqs, chunk, local_prefill_tokens, **scheduler),  # type: ignore[arg-type]
     )
     pressure = on_pressure or (lambda owner: None)
     return Engine(
@@ -112,6 +113,8 @@ def request(
     vocab_size: int = 256,
     salt: str = "",
     structured: StructuredOutput | None = None,
+    tenant: str = "",
+    priority: PriorityClass = PriorityClass.STANDARD,
     **params_extra: object,
 ) -> RequestSpec:
     """A request; a number as the prompt stands for that many tokens that depend on the name.
@@ -133,7 +136,9 @@ def request(
         structured_output=structured,
         **params_extra,  # type: ignore[arg-type]
     )
-    return RequestSpec(RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt)
+    return RequestSpec(
+        RequestKey(name, 0), tuple(prompt), params, tuple(delivered), window, salt, tenant=tenant, priority=priority
+    )
 
 
 def prompt_of(family: int, shared: int, own: int = 0, *, branch: int = 0, vocab_size: int = 256) -> list[int]:

@@ -144,6 +144,13 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
     def count(self, command: str, request_id: str) -> int:
         return self.commands[command, request_id]
 
+    async def GetSteps(
+        self, request: worker_pb2.GetStepsRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.GetStepsReply:
+        if self.hung:
+            await context.abort(grpc.StatusCode.INTERNAL, "nobody is at home")
+        return worker_pb2.GetStepsReply(steps=[worker_pb2.StepRecord(step=i + 1) for i in range(request.count)])
+
     # -- the session ---------------------------------------------------------------------------------------------
 
     async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:

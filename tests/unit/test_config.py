@@ -8,12 +8,23 @@ from typing import get_args
 
 import pytest
 
-from cluster.config import ClusterConfig, CodecChoice, kv_bytes_per_token
+from cluster.config import ClusterConfig, CodecChoice, PoolSection, QueueSection, SchedulerSection, kv_bytes_per_token
 from cluster.config_file import load_config, to_yaml
+from cluster.memory import available_memory
 from kv_transfer import frames
 from kv_transfer.codecs.registry import STANDARD
-from pdcore.config import CODEC_CHOICES, CODEC_DTYPES, CODECS, LOSSLESS_CODECS, KvCodecByClass
+from pdcore.config import (
+    CODEC_CHOICES,
+    CODEC_DTYPES,
+    CODECS,
+    LOSSLESS_CODECS,
+    QUEUE_POLICIES,
+    KvCodecByClass,
+    QueueConfig,
+    TenantWeight,
+)
 from pdcore.errors import ConfigError, ModelError
+from pdcore.objective import OBJECTIVES, ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 from pdcore.types import DTYPE_BYTES, Role
 
 CORES = [0, 1]
@@ -47,7 +58,13 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"prefill.threads": 0}, "prefill.threads", 0, "'auto' or greater than or equal to 1"),
         ({"decode.cpu_affinity": "0,1"}, "decode.cpu_affinity", "0,1", "'auto' or a list of core numbers"),
         ({"prefill.kv_memory": "lots"}, "prefill.kv_memory", "lots", "a size such as 512MiB"),
+        ({"decode.kv_memory": 0.0}, "decode.kv_memory", 0.0, "greater than 0"),
         ({"heartbeat_s": float("nan")}, "heartbeat_s", None, "finite"),
+        ({"objective": "speed"}, "objective", "speed", "'latency', 'balanced' or 'throughput'"),
+        ({"queue.policy": "prioritie"}, "queue.policy", "prioritie", "did you mean priority?"),
+        ({"queue.batch_share": 0.7}, "queue.batch_share", 0.7, "less than or equal to 0.5"),
+        ({"queue.tenant_weights.acme": 0}, "queue.tenant_weights", 0, "greater than 0"),
+        ({"decode.scheduler.target_itl_ms": -1}, "decode.scheduler.target_itl_ms", -1, "greater than or equal to 0"),
         ({"name": "a b"}, "name", "a b", "match pattern"),
         ({"prefill": 3}, "prefill", 3, "a mapping of keys"),
         # Values that are fine one by one and do not fit together.
@@ -248,9 +265,125 @@ def test_codecs_of_requests_that_ask_for_none(model: Path) -> None:
     assert load_config(None).transfer.codec == "auto"
 
 
+def test_policy_names_are_the_same_everywhere() -> None:
+    assert get_args(QueueSection.model_fields["policy"].annotation) == QUEUE_POLICIES
+
+
 def test_codec_names_are_the_same_everywhere() -> None:
     assert get_args(CodecChoice) == CODEC_CHOICES
     assert set(LOSSLESS_CODECS) == frames.LOSSLESS_CODECS
     assert set(CODECS) == set(frames.CODEC_IDS)
     for codec in STANDARD:
         assert set(codec.dtypes) == set(CODEC_DTYPES.get(codec.name, DTYPE_BYTES)), codec.name
+
+
+class TestObjective:
+    def test_it_sets_the_defaults_of_every_pool_and_of_the_router(self) -> None:
+        for objective in OBJECTIVES:
+            config = load_config(None, {"objective": objective})
+            for role in Role:
+                scheduler = config.pool(role).scheduler.model_dump()
+                assert {key: scheduler[key] for key in SCHEDULER_DEFAULTS[objective]} == SCHEDULER_DEFAULTS[objective]
+            assert config.router.max_running_per_worker == ROUTER_DEFAULTS[objective]["max_running_per_worker"]
+
+    def test_what_is_given_wins(self, model: Path) -> None:
+        config = load_config(None, {"objective": "throughput", "decode.scheduler.max_num_batched_tokens": 300})
+        assert config.decode.scheduler.max_num_batched_tokens == 300
+        assert config.decode.scheduler.prefill_chunk_tokens == 512
+        assert config.prefill.scheduler.max_num_batched_tokens == 512
+        assert make_workers(config, model)["decode-0"].engine.scheduler.max_num_batched_tokens == 300
+
+    def test_no_objective_is_balanced(self) -> None:
+        assert load_config(None) == load_config(None, {"objective": "balanced"})
+
+    def test_the_two_ends_lie_on_both_sides_of_the_middle(self) -> None:
+        """In the direction that their names promise."""
+        for key in SCHEDULER_DEFAULTS["balanced"]:
+            latency, balanced, throughput = (SCHEDULER_DEFAULTS[objective][key] for objective in OBJECTIVES)
+            if key == "target_itl_ms":
+                assert latency > 0 == balanced == throughput
+            else:
+                assert latency <= balanced <= throughput
+                assert latency < throughput
+
+    def test_the_explanation_says_what_it_does(self) -> None:
+        lines = to_yaml(
+            load_config(None, {"objective": "latency", "decode.scheduler.target_itl_ms": 99}), explain=True
+        ).splitlines()
+        where = {line.strip(): lines[i - 1] for i, line in enumerate(lines)}
+        assert "(objective latency alone: 60)" in where["target_itl_ms: 99.0"]
+        assert "(by objective latency)" in where["target_itl_ms: 60.0"]
+
+    def test_a_configuration_made_in_code(self) -> None:
+        config = ClusterConfig(objective="latency", decode=PoolSection(scheduler=SchedulerSection(max_num_seqs=7)))
+        assert (config.decode.scheduler.max_num_seqs, config.decode.scheduler.target_itl_ms) == (7, 60.0)
+
+
+def test_the_queue_reaches_router_and_workers(model: Path) -> None:
+    config = load_config(
+        None,
+        {
+            "queue.policy": "fair",
+            "queue.sjf_age_tokens": 9,
+            "queue.batch_share": 0.25,
+            "queue.tenant_weights": {"acme": 3},
+            "decode.scheduler.target_itl_ms": 80,
+            "prefill.scheduler.max_partial_prefills": 3,
+            "prefill.scheduler.long_prefill_tokens": 777,
+        },
+    )
+    expected = QueueConfig("fair", 9, 0.25, (TenantWeight("acme", 3.0),))
+    assert config.router_config(model_path=model, served_name="m", controller="c:1").queue == expected
+    workers = make_workers(config, model)
+    assert {worker.engine.scheduler.queue for worker in workers.values()} == {expected}
+    assert workers["decode-0"].engine.scheduler.target_itl_ms == 80
+    assert workers["prefill-0"].engine.scheduler.max_partial_prefills == 3
+    assert workers["prefill-0"].engine.scheduler.long_prefill_tokens == 777
+    assert expected.weight("acme") == 3
+    assert expected.weight("others") == 1
+
+
+def test_kv_memory_as_a_fraction(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.config.available_memory", lambda: 100 * 16 * 384)
+    config = load_text(tmp_path, "prefill: {kv_memory: 0.25}\ndecode: {kv_memory: 0.5}\n")
+    workers = make_workers(config, model)
+    assert workers["prefill-0"].engine.num_blocks == 25
+    assert workers["decode-0"].engine.num_blocks == 50
+    assert load_text(tmp_path, to_yaml(config)).model_dump() == config.model_dump()
+
+
+def test_fractions_of_one_machine_that_are_too_much_together(tmp_path: Path, model: Path) -> None:
+    config = load_text(tmp_path, "prefill: {kv_memory: 0.3}\ndecode: {kv_memory: 0.4, workers: 2}\n")
+    with pytest.raises(ConfigError, match="less than 1 over all workers") as refusal:
+        make_workers(config, model)
+    assert refusal.value.key == "prefill.kv_memory"
+    make_workers(config, model, cores=None)
+
+
+def test_a_fraction_of_memory_that_is_not_known(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.config.available_memory", lambda: None)
+    with pytest.raises(ConfigError, match="a size such as 2GiB"):
+        make_workers(load_text(tmp_path, "prefill: {kv_memory: 0.3}"), model)
+
+
+class TestAvailableMemory:
+    def files(self, tmp_path: Path, **contents: str) -> tuple[Path, Path]:
+        for name, text in contents.items():
+            (tmp_path / name.replace("__", ".")).write_text(text)
+        return tmp_path / "meminfo", tmp_path
+
+    def test_what_the_kernel_estimates(self, tmp_path: Path) -> None:
+        files = self.files(tmp_path, meminfo="MemTotal: 9000 kB\nMemAvailable:    5000 kB\n", memory__max="max\n")
+        assert available_memory(*files) == 5000 * 1024
+
+    def test_what_a_container_may_have_if_that_is_less(self, tmp_path: Path) -> None:
+        files = self.files(
+            tmp_path, meminfo="MemAvailable: 5000 kB\n", memory__max="3000000\n", memory__current="1000000\n"
+        )
+        assert available_memory(*files) == 2_000_000
+
+    def test_neither(self, tmp_path: Path) -> None:
+        assert available_memory(*self.files(tmp_path)) is None
+
+    def test_this_machine(self) -> None:
+        assert (available_memory() or 0) > 0

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.engine import Reservation, SequenceKind, StepPlan
 from engine.step import StepOutput
 from pdcore.clock import ManualClock
-from pdcore.types import FinishReason, RequestKey, RequestSpec
+from pdcore.config import QUEUE_POLICIES, QueueConfig
+from pdcore.types import FinishReason, PriorityClass, RequestKey, RequestSpec
 from tests.support.engine_kit import ManualCopier, make_engine, prefill_and_transfer, prompt_of, request
 from tests.support.fake_runner import FakeRunner, oracle
 
@@ -56,10 +57,13 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
         swap_blocks=st.sampled_from([0, 5, 40]),
         preemption=st.sampled_from(["auto", "swap"]),
+        policy=st.sampled_from(QUEUE_POLICIES),
+        partial=st.sampled_from([0, 0, 1, 2]),
     )
     def build(
         self, blocks: int, block_size: int, source_block_size: int, max_num_seqs: int, more_budget: int, chunk: int,
         fraction: float, prefix_cache: bool, swap_blocks: int, preemption: str,
+        policy: str, partial: int,
     ) -> None:  # fmt: skip
         self.runner = FakeRunner(
             num_blocks=blocks, block_size=block_size, vocab_size=VOCAB, max_num_seqs=max_num_seqs
@@ -80,6 +84,9 @@ class EngineMachine(RuleBasedStateMachine):
             swap_blocks=swap_blocks,
             preemption=preemption if swap_blocks else "auto",
             copier=self.copier,
+            queue=QueueConfig(policy, batch_share=0.2),
+            max_partial_prefills=partial,
+            long_prefill_tokens=6,
         )
         self.source_runner = FakeRunner(num_blocks=64, block_size=source_block_size, vocab_size=VOCAB)
         self.source = make_engine(self.source_runner, budget=9, max_num_seqs=9, chunk=7)
@@ -115,6 +122,8 @@ class EngineMachine(RuleBasedStateMachine):
             min_tokens=data.draw(st.integers(0, 4), label="min_tokens"),
             vocab_size=VOCAB,
             salt=data.draw(st.sampled_from(["", "", "", "salt"]), label="salt"),
+            tenant=data.draw(st.sampled_from("ab"), label="tenant"),
+            priority=data.draw(st.sampled_from(PriorityClass), label="priority"),
         )
 
     def _expect(self, spec: RequestSpec, kind: SequenceKind, committed: bool = False) -> None:

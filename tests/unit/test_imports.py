@@ -24,7 +24,20 @@ WIRE = ("grpc", "google.protobuf")
 SERVING = ("ray", "pydantic", "typer")
 HEAVY = ("torch", "transformers", "triton")
 
-PDCORE = ("clock", "config", "config_json", "costs", "errors", "faults", "logprobs", "types")
+PDCORE = (
+    "clock",
+    "config",
+    "config_json",
+    "costs",
+    "errors",
+    "faults",
+    "logprobs",
+    "native_build",
+    "objective",
+    "queueing",
+    "step_time",
+    "types",
+)
 
 
 def others(*allowed: str) -> tuple[str, ...]:
@@ -40,6 +53,9 @@ CASES = [
             "blocks",
             "scheduler",
             "step",
+            "budget",
+            "displacement",
+            "step_log",
             "preemption",
             "snapshot",
             "swap",
@@ -68,6 +84,7 @@ CASES = [
     # The shells bring Ray, and torch only once an actor is made: the driver stays small.
     ("prefill_worker.actor", (*others("prefill_worker", "worker"), *HEAVY)),
     ("decode_worker.actor", (*others("decode_worker", "worker"), *HEAVY)),
+    ("cluster.memory", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.cores", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.config", (*others("cluster"), *WIRE, "ray", "typer", *HEAVY)),
     ("cluster.membership", (*others("cluster", "worker", "protos"), *SERVING, *HEAVY)),

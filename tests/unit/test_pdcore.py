@@ -10,17 +10,27 @@ from pathlib import Path
 import pytest
 
 from pdcore.clock import ManualClock
-from pdcore.config import EngineConfig, RouterConfig, SchedulerConfig, TransferConfig, WorkerConfig
+from pdcore.config import (
+    EngineConfig,
+    QueueConfig,
+    RouterConfig,
+    SchedulerConfig,
+    TenantWeight,
+    TransferConfig,
+    WorkerConfig,
+)
 from pdcore.config_json import from_json, to_json
 from pdcore.errors import ConfigError, InvalidRequest
 from pdcore.faults import FaultPlan, FaultPoints
 from pdcore.logprobs import Logprobs
+from pdcore.step_time import StepTime
 from pdcore.types import (
     KvEndpoint,
     KvGeometry,
     KvTicket,
     KvTransferStats,
     ModelInfo,
+    PriorityClass,
     RequestKey,
     RequestSpec,
     Role,
@@ -29,10 +39,11 @@ from pdcore.types import (
 )
 from protos import convert, worker_pb2
 
+SCHEDULER = SchedulerConfig(64, 8, 32, queue=QueueConfig("fair", tenant_weights=(TenantWeight("a", 2.0),)))
 CONFIG = WorkerConfig(
     worker_id="decode-0",
     role=Role.DECODE,
-    engine=EngineConfig(model_path="/m", served_name="m", cpu_affinity=(0, 1), scheduler=SchedulerConfig(64, 8, 32)),
+    engine=EngineConfig(model_path="/m", served_name="m", cpu_affinity=(0, 1), scheduler=SCHEDULER),
     transfer=TransferConfig(lease_s=3.5),
     faults=(FaultPlan("decode.before_commit", action="stall", seconds=1.0),),
 )
@@ -65,6 +76,11 @@ def test_json_that_does_not_fit_names_the_key(change: tuple[str, str], key: str)
     [
         (lambda: SchedulerConfig(max_num_batched_tokens=0), "max_num_batched_tokens", ">= 1"),
         (lambda: SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=9), "max_num_seqs", "8"),
+        (lambda: SchedulerConfig(target_itl_ms=-1.0), "target_itl_ms", ">= 0"),
+        (lambda: SchedulerConfig(max_partial_prefills=-1), "max_partial_prefills", ">= 0"),
+        (lambda: QueueConfig("lifo"), "queue.policy", "fcfs"),
+        (lambda: QueueConfig(batch_share=0.9), "queue.batch_share", "[0, 0.5]"),
+        (lambda: QueueConfig(tenant_weights=(TenantWeight("a", 0.0),)), "queue.tenant_weights.a", "> 0"),
         (lambda: EngineConfig("m", "m", dtype="int3"), "dtype", "bfloat16"),
         (lambda: EngineConfig("m", "m", block_size=12), "block_size", "16"),
         (lambda: TransferConfig(codec="gzip"), "codec", "bexp-zstd"),
@@ -127,9 +143,12 @@ def test_everything_on_the_wire_round_trips() -> None:
     load = WorkerLoad(
         1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, {"preempt": 12}, 1.5, 13, 14, 15, 16, 17, 18, 19, {"sends_failed": 20}
     )
+    load = replace(load, step_time=StepTime(1.5, 0.25, 0.125, 0.5, 17, 18), yielding_requests=19, yielding_blocks=20)
     assert convert.load_from_proto(convert.load_to_proto(load)) == load
     params = SamplingParams(9, 0.5, 4, 0.75, 0.25, 2**63 + 1, (1, 2), 3)
-    spec = RequestSpec(RequestKey("r", 2), (1, 2, 3), params, (4,), 8, "salt", "q8", True)
+    spec = RequestSpec(
+        RequestKey("r", 2), (1, 2, 3), params, (4,), 8, "salt", "q8", True, "tenant", PriorityClass.BATCH
+    )
     assert convert.spec_from_proto(convert.spec_to_proto(spec)) == spec
     assert spec.known_tokens == (1, 2, 3, 4)
     shaped = SamplingParams(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission import AdmissionQueue, PriorityClass, Queued, QueueEntry, Shed, Started
+from pdcore.config import QueueConfig
+from pdcore.types import PriorityClass
+from router.admission import AdmissionQueue, Queued, QueueEntry, Shed, Started
 
 STANDARD = PriorityClass.STANDARD
 
@@ -32,6 +34,54 @@ def test_class_order_then_arrival_order() -> None:
     offer(queue, "s1", "s2")
     offer(queue, "i1", priority=PriorityClass.INTERACTIVE)
     assert [start(queue) for _ in range(6)] == ["i1", "s1", "s2", "b1", "b2", None]
+
+
+def test_batch_has_its_share() -> None:
+    queue = AdmissionQueue(20, QueueConfig(batch_share=0.25))
+    offer(queue, "b1", "b2", priority=PriorityClass.BATCH)
+    offer(queue, *(f"i{n}" for n in range(6)), priority=PriorityClass.INTERACTIVE)
+    assert [start(queue) for _ in range(8)] == ["i0", "i1", "i2", "b1", "i3", "i4", "i5", "b2"]
+
+
+def test_short_prompts_first() -> None:
+    queue = AdmissionQueue(20, QueueConfig("sjf"))
+    for name, tokens in (("long", 900), ("short", 50), ("middle", 300)):
+        queue.offer(name, STANDARD, tokens=tokens)
+    assert [start(queue) for _ in range(3)] == ["short", "middle", "long"]
+
+
+def test_tenants_take_turns_by_what_they_had() -> None:
+    queue = AdmissionQueue(20, QueueConfig("fair"))
+    for name in ("a1", "a2", "a3", "b1", "b2"):
+        queue.offer(name, STANDARD, tokens=100, tenant=name[0])
+    first = queue.start_next(0.0, lambda entry: "route")
+    assert first is not None
+    assert first.entry.request_id == "a1"
+    queue.generated(first.entry, 75)
+    assert [start(queue) for _ in range(4)] == ["b1", "b2", "a2", "a3"]
+
+
+def test_whole_batches() -> None:
+    queue = AdmissionQueue(20, QueueConfig("static"))
+    offer(queue, "a", "b", "large")
+    small = {"a", "b", "c"}
+    assert [start(queue, small) for _ in range(3)] == ["a", "b", None]
+    offer(queue, "c")
+    queue.remove("a")
+    assert start(queue) is None, "b is still running"
+    queue.remove("b")
+    assert [start(queue) for _ in range(3)] == ["large", "c", None]
+
+
+def test_a_refused_one_goes_back_into_its_batch() -> None:
+    queue = AdmissionQueue(20, QueueConfig("static"))
+    offer(queue, "a", "b")
+    started = queue.start_next(0.0, lambda entry: "route")
+    assert started is not None
+    assert [start(queue), start(queue)] == ["b", None]
+    queue.put_back(started.entry, not_before=0.0)
+    offer(queue, "c")
+    assert [start(queue), start(queue)] == ["a", None]
 
 
 def test_full_means_shed_with_a_hint() -> None:
@@ -110,7 +160,7 @@ def test_remove() -> None:
 )
 def test_nobody_starves(requests: list[tuple[PriorityClass, int]], rooms: list[int]) -> None:
     """Room varies; whenever there is room for everything, each request starts after a bounded number of others."""
-    queue = AdmissionQueue(100, max_passes=3, look_ahead=100)
+    queue = AdmissionQueue(100, QueueConfig(batch_share=0.0), max_passes=3, look_ahead=100)
     sizes = {}
     for index, (priority, size) in enumerate(requests):
         sizes[str(index)] = size

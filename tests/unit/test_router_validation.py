@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pdcore.errors import InvalidRequest, UnknownModel
+from pdcore.types import PriorityClass
 from protos import generation_pb2
-from router.admission import PriorityClass
 from router.client import Sampling, build_request
 from router.tokenizer import SLICE_CHARS, TextModel
 from router.validation import GenerationRequest, Limits, tokenize_input, validate

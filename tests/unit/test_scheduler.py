@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.budget import OLDEST_SHARE
+from engine.displacement import displace
 from engine.scheduler import (
     MAX_PASSED_OVER,
-    OLDEST_SHARE,
     PassedOver,
     ScheduledChunk,
     SchedulerSnapshot,
     SequenceView,
     TicketView,
     schedule,
-    split_prefill_budget,
     ticket_refusal,
 )
-from pdcore.config import SchedulerConfig
-from pdcore.types import RequestKey
+from pdcore.config import QUEUE_POLICIES, QueueConfig, SchedulerConfig
+from pdcore.queueing import QueueState
+from pdcore.step_time import StepTime
+from pdcore.types import PriorityClass, RequestKey
 
 BLOCK = 16
 
@@ -261,46 +265,96 @@ class TestAdmission:
         assert chunks == (ScheduledChunk(key("p"), 32, 1, 1), ScheduledChunk(key("q"), 0, 20, 2))
 
 
-class TestPrefillBudget:
-    def test_a_long_prompt_does_not_block_short_ones(self) -> None:
-        assert split_prefill_budget([10_000, 100, 120], 512, 512) == [512 - 220, 100, 120]
+class TestPolicies:
+    """Who is admitted first; the policies themselves are tested in test_queueing."""
 
-    def test_a_long_prompt_goes_on_among_many_short_ones(self) -> None:
-        shares = split_prefill_budget([10_000, *[100] * 20], 512, 512)
-        assert shares[0] == 512 // OLDEST_SHARE
-        assert shares[1:4] == [100, 100, 100]
+    def admitted(self, views: list[SequenceView], policy: str) -> list[str]:
+        config = SchedulerConfig(64, 1, 48, queue=QueueConfig(policy))
+        state = QueueState(counters={"a": 100.0, "b": 5.0}, batch_end=0)
+        shot = SchedulerSnapshot(tuple(views), (), 100, BLOCK, queue=state)
+        return [name.request_id for name in schedule(shot, config).admitted]
 
-    def test_equal_prompts_are_served_in_order(self) -> None:
-        assert split_prefill_budget([400, 400, 400], 512, 512) == [400, 112, 0]
-
-    def test_the_chunk_size_bounds_each(self) -> None:
-        assert split_prefill_budget([1000, 1000], 512, 100) == [100, 100]
-
-    @pytest.mark.parametrize("budget", [0, 1, 3])
-    def test_a_tiny_budget_goes_to_the_oldest_at_least(self, budget: int) -> None:
-        shares = split_prefill_budget([50, 2, 2], budget, 512)
-        assert sum(shares) == budget
-        assert shares[0] == min(budget, 1)
-
-    @given(
-        remaining=st.lists(st.integers(1, 300), max_size=12),
-        budget=st.integers(0, 400),
-        chunk=st.integers(1, 200),
+    @pytest.mark.parametrize(
+        ("policy", "first"), [("fcfs", "p"), ("sjf", "q"), ("fair", "r"), ("priority", "s"), ("static", "p")]
     )
-    def test_all_of_the_budget_is_used_and_no_more(self, remaining: list[int], budget: int, chunk: int) -> None:
-        shares = split_prefill_budget(remaining, budget, chunk)
-        wanted = [min(tokens, chunk) for tokens in remaining]
-        assert all(0 <= share <= want for share, want in zip(shares, wanted, strict=True))
-        assert sum(shares) == min(budget, sum(wanted))
-        if remaining and budget:
-            assert shares[0] >= min(wanted[0], max(1, budget // OLDEST_SHARE))
+    def test_each_has_its_own_first(self, policy: str, first: str) -> None:
+        views = [
+            prompt("p", 400, arrival=0, tenant="a"),
+            prompt("q", 8, arrival=1, tenant="a"),
+            prompt("r", 200, arrival=2, tenant="b"),
+            prompt("s", 100, arrival=3, tenant="a", priority=PriorityClass.INTERACTIVE),
+        ]
+        assert self.admitted(views, policy) == [first]
 
-    def test_every_prompt_ends_under_a_flood_of_short_ones(self) -> None:
-        long, steps = 5000, 0
-        while long > 0:
-            steps += 1
-            long -= split_prefill_budget([long, *[40] * 30], 256, 256)[0]
-        assert steps <= -(-5000 // (256 // OLDEST_SHARE))
+    def test_what_is_cached_makes_a_prompt_short(self) -> None:
+        cached = prompt("p", 400, computed=384, cached_blocks=24, arrival=1)
+        assert self.admitted([prompt("q", 100), cached], "sjf") == ["p"]
+
+    def test_nobody_enters_a_batch_that_is_complete(self) -> None:
+        config = SchedulerConfig(64, 8, 48, queue=QueueConfig("static"))
+        views = [decode("a", 20, arrival=0), prompt("p", 20, arrival=1), prompt("q", 20, arrival=2)]
+        shot = SchedulerSnapshot(tuple(views), (), 100, BLOCK, queue=QueueState(batch_end=1))
+        assert schedule(shot, config).admitted == (key("p"),)
+
+    def test_the_tenant_that_has_had_least_gets_the_budget_first(self) -> None:
+        config = SchedulerConfig(64, 8, 48, queue=QueueConfig("fair"))
+        views = [
+            prompt("old", 90, admitted=True, arrival=0, tenant="a"),
+            prompt("p", 20, arrival=1, tenant="a"),
+            prompt("q", 40, arrival=2, tenant="b"),
+        ]
+        shot = SchedulerSnapshot(tuple(views), (), 100, BLOCK, queue=QueueState(counters={"a": 9.0, "b": 5.0}))
+        assert [(chunk.key, chunk.num_tokens) for chunk in schedule(shot, config).chunks] == [
+            (key("old"), 64 // OLDEST_SHARE),
+            (key("p"), 8),
+            (key("q"), 40),
+        ]
+
+
+class TestPartialPrefills:
+    CONFIG = SchedulerConfig(64, 8, 32, max_partial_prefills=2, long_prefill_tokens=100)
+
+    def test_a_long_prompt_waits_without_blocks_while_another_is_computed(self) -> None:
+        views = [prompt("long", 400, admitted=True), prompt("next", 400), prompt("short", 60)]
+        decision = schedule(snapshot(*views), self.CONFIG)
+        assert decision.admitted == (key("short"),)
+        assert decision.passed_over == (), "what it waits for is no memory that others take"
+
+    def test_a_waiting_long_prompt_keeps_nobody_from_a_place(self) -> None:
+        config = replace(self.CONFIG, max_num_seqs=2)
+        views = [prompt("long", 400, admitted=True), prompt("next", 400), prompt("short", 20)]
+        assert schedule(snapshot(*views), config).admitted == (key("short"),)
+
+
+class TestTimeTarget:
+    TIMES = StepTime(base_ms=10.0, token_ms=1.0, steps=50, largest=1000)
+
+    def test_prompts_get_what_the_target_leaves(self) -> None:
+        config = replace(CONFIG, target_itl_ms=30.0)
+        shot = replace(snapshot(decode("a", 20), prompt("p", 500)), step_time=self.TIMES)
+        decision = schedule(shot, config)
+        assert [chunk.num_tokens for chunk in decision.chunks] == [1, 19]
+        assert decision.bound_by == "itl"
+
+    def test_without_decodes_there_is_nobody_to_spare(self) -> None:
+        config = replace(CONFIG, target_itl_ms=30.0)
+        shot = replace(snapshot(prompt("p", 500)), step_time=self.TIMES)
+        assert [chunk.num_tokens for chunk in schedule(shot, config).chunks] == [48]
+
+
+class TestReasons:
+    def test_nothing_held_it_back(self) -> None:
+        assert schedule(snapshot(decode("a", 20), prompt("p", 20)), CONFIG).bound_by == ""
+
+    def test_the_token_budget(self) -> None:
+        assert schedule(snapshot(prompt("p", 40), prompt("q", 40)), CONFIG).bound_by == "tokens"
+
+    def test_memory(self) -> None:
+        assert schedule(snapshot(prompt("p", 40), free=1), CONFIG).bound_by == "memory"
+
+    def test_places(self) -> None:
+        config = SchedulerConfig(64, 1, 48)
+        assert schedule(snapshot(decode("a", 20), prompt("p", 4)), config).bound_by == "seqs"
 
 
 class TestTickets:
@@ -348,8 +402,11 @@ VIEWS = st.tuples(
     limits=st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)),
     room=st.integers(0, 5),
     wanted=st.integers(0, 5),
+    queue=st.builds(QueueConfig, policy=st.sampled_from(QUEUE_POLICIES), batch_share=st.sampled_from([0.0, 0.2])),
+    classes=st.lists(st.sampled_from(PriorityClass), min_size=10, max_size=10),
+    more=st.tuples(st.integers(0, 3), st.sampled_from([0.0, 12.0])),
 )
-def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wanted) -> None:  # type: ignore[no-untyped-def]
+def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wanted, queue, classes, more) -> None:  # type: ignore[no-untyped-def]
     """Whatever the snapshot: blocks given are there, limits are kept, only what may be taken is taken."""
     views = []
     for i, (known, computed, blocks, credit, preemptible, passed, last, hits, shared, state, swap) in enumerate(raw):
@@ -376,7 +433,9 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
             )
             if who.restores:
                 who = who._replace(computed=known - 1)
-        views.append(who)
+        batch = classes[i] is PriorityClass.BATCH
+        yields = batch and preemptible and not who.preempted and not who.copying
+        views.append(who._replace(arrival=i, tenant="ab"[i % 2], priority=classes[i], yields=yields))
     shot = SchedulerSnapshot(
         tuple(views),
         tuple(TicketView(f"t{i}", n, revoking) for i, (n, revoking) in enumerate(tickets)),
@@ -384,8 +443,18 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
         BLOCK,
         room,
         wanted,
+        QueueState(batch_end=5),
+        StepTime(5.0, 1.0, steps=9, largest=100),
     )
-    config = SchedulerConfig(max(limits[0], limits[1]), min(limits[0], limits[1]), limits[2])
+    config = SchedulerConfig(
+        max(limits[0], limits[1]),
+        min(limits[0], limits[1]),
+        limits[2],
+        max_partial_prefills=more[0],
+        long_prefill_tokens=30,
+        target_itl_ms=more[1],
+        queue=queue,
+    )
     decision = schedule(shot, config)
 
     by_key = {view.key: view for view in views}
@@ -409,7 +478,10 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
         assert 1 <= chunk.num_tokens <= view.known - view.computed
         assert chunk.num_tokens == 1 or chunk.num_tokens <= config.prefill_chunk_tokens
         assert chunk.start + chunk.num_tokens <= (view.blocks + cached + chunk.new_blocks) * BLOCK
+    displaced = {view.key for view in displace(shot, config)}
     victims = (*decision.preempt, *decision.swap_out)
+    assert displaced <= set(victims)
+    assert not victims or not decision.admitted or not displaced
     assert len(set(victims)) == len(victims)
     for victim in victims:
         view = by_key[victim]
@@ -417,7 +489,7 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
         assert view.blocks
         assert not view.copying
         assert not (view.preempted and view.has_credit), "chosen again without progress"
-        assert view.stalled or not tickets
+        assert view.stalled or not tickets or victim in displaced
     for name in decision.swap_in:
         assert by_key[name].restores
         assert by_key[name].has_credit
@@ -425,5 +497,5 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
     assert list(decision.revoke) == revocable[::-1][: len(decision.revoke)]
     # The oldest sequence that has blocks and credit is never preempted.
     runnable = [view for view in views if view.blocks and view.has_credit and view.preemptible and not view.copying]
-    if runnable:
+    if runnable and not displaced:
         assert runnable[0].key not in victims

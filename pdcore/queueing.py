@@ -1,0 +1,196 @@
+"""In which order waiting requests are served: five policies, the same for the router's queue and an engine's. Pure.
+
+========  ============================================================================================================
+fcfs      In order of arrival.
+sjf       The prompt with the fewest tokens to compute first, with ageing: each later arrival makes a waiting prompt
+          count as `sjf_age_tokens` shorter. So fewer than ``tokens / sjf_age_tokens`` of those that came after a
+          prompt go ahead of it.
+fair      The tenant that has had least goes first, its oldest request in front. A tenant's counter grows by the
+          prompt tokens computed for it and by `OUTPUT_TOKEN_PRICE` for each token generated, over its weight. One
+          that comes back after a time without waiting requests starts level with those that wait: nobody saves up.
+          So of two tenants that always have a request waiting, where one request runs at a time, neither counter is
+          ever ahead of the other by more than what one request costs, over its weight.
+priority  Interactive requests, then standard, then batch ones; each class in order of arrival. While batch requests
+          wait, at least `batch_share` of the starts are theirs: the oldest of them is passed by fewer than
+          ``1 / batch_share`` others. An engine also takes memory and places from running batch requests for
+          interactive ones (`engine.displacement`).
+static    Whole batches in and out: who comes while a batch runs waits until all of it has ended. Kept as the
+          baseline that shows what the others are good for.
+========  ============================================================================================================
+
+A policy orders; what does not fit at present is skipped, a bounded number of times, by whoever applies the order.
+
+What a policy must remember between two decisions is in a `QueueBook`, which hands out frozen `QueueState`s;
+`service_order` is a function of the waiting requests, the configuration and that state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pdcore.config import QueueConfig
+from pdcore.types import PriorityClass
+
+OUTPUT_TOKEN_PRICE = 2
+"""What a generated token costs, in prompt tokens: it holds a place for a whole step."""
+MAX_TENANTS = 4096
+"""Counters kept of tenants that have nothing waiting; of more, the lowest are forgotten."""
+
+
+class Waiting(NamedTuple):
+    """A waiting request as a policy sees it.
+
+    Attributes:
+        arrival: counts arrivals; the lower is the older.
+        tokens: prompt tokens to compute, as far as known without those that a prefix cache has.
+        again: it was started before and came back (preempted, refused, or replayed).
+    """
+
+    arrival: int
+    tokens: int
+    tenant: str = ""
+    priority: PriorityClass = PriorityClass.STANDARD
+    again: bool = False
+
+    @property
+    def price(self) -> int:
+        """What starting it costs its tenant: the prompt, once."""
+        return 0 if self.again else self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """What a policy knows beside the waiting requests.
+
+    Attributes:
+        counters: `fair`: virtual tokens of every tenant that has a request waiting, and of others that had some.
+        since_batch: `priority`: starts since the last one of a batch request while such requests waited.
+        batch_end: `static`: the newest arrival of the batch that is being let in; -1 while it is closed.
+    """
+
+    counters: Mapping[str, float] = field(default_factory=dict)
+    since_batch: int = 0
+    batch_end: int = -1
+
+
+def service_order(waiting: Sequence[Waiting], config: QueueConfig, state: QueueState) -> Iterator[int]:
+    """Indices into `waiting` (any order), who is to be served next first. Lazy: ask for as many as you need."""
+    by_arrival = sorted(range(len(waiting)), key=lambda i: waiting[i].arrival)
+    match config.policy:
+        case "sjf":
+            age = config.sjf_age_tokens
+            return iter(sorted(by_arrival, key=lambda i: waiting[i].tokens + age * waiting[i].arrival))
+        case "fair":
+            return _fair(waiting, by_arrival, config, state)
+        case "priority":
+            return _by_class(waiting, by_arrival, config, state)
+        case "static":
+            return (i for i in by_arrival if waiting[i].again or waiting[i].arrival <= state.batch_end)
+        case _:
+            return iter(by_arrival)
+
+
+def _fair(
+    waiting: Sequence[Waiting], by_arrival: Sequence[int], config: QueueConfig, state: QueueState
+) -> Iterator[int]:
+    """As if each were started at once, and its prompt charged, before the next is chosen."""
+    queues: dict[str, deque[int]] = {}
+    for i in by_arrival:
+        queues.setdefault(waiting[i].tenant, deque()).append(i)
+    counters = {tenant: state.counters.get(tenant, 0.0) for tenant in queues}
+    while queues:
+        tenant = min(queues, key=lambda name: (counters[name], waiting[queues[name][0]].arrival))
+        i = queues[tenant].popleft()
+        if not queues[tenant]:
+            del queues[tenant]
+        counters[tenant] += waiting[i].price / config.weight(tenant)
+        yield i
+
+
+def _by_class(
+    waiting: Sequence[Waiting], by_arrival: Sequence[int], config: QueueConfig, state: QueueState
+) -> Iterator[int]:
+    batch = deque(i for i in by_arrival if waiting[i].priority is PriorityClass.BATCH)
+    others = [i for i in by_arrival if waiting[i].priority is not PriorityClass.BATCH]
+    lane = deque(sorted(others, key=lambda i: waiting[i].priority))  # stable: the older first among equals
+    since = state.since_batch
+    while batch or lane:
+        if batch and (not lane or since + 1 >= batch_period(config)):
+            since = 0
+            yield batch.popleft()
+        else:
+            since += bool(batch)
+            yield lane.popleft()
+
+
+def batch_period(config: QueueConfig) -> float:
+    """While batch requests wait, one start in so many is theirs at least."""
+    return math.ceil(1 / config.batch_share) if config.batch_share else math.inf
+
+
+class QueueBook:
+    """What the owner of a queue remembers for its policy. Not thread-safe."""
+
+    def __init__(self, config: QueueConfig) -> None:
+        self.config = config
+        self._fair = config.policy == "fair"
+        self._weights = {entry.tenant: entry.weight for entry in config.tenant_weights}
+        self._counters: dict[str, float] = {}
+        self._present: frozenset[str] = frozenset()  # tenants that had a request waiting at the last look
+        self._since_batch = 0
+        self._batch_end = -1
+
+    def look(self, waiting: Sequence[Waiting], running: int, places: int | None = None) -> QueueState:
+        """The state for deciding about `waiting` now.
+
+        Args:
+            running: requests of the queue that have been started and have not ended.
+            places: how many may run at once; None if others see to that, by `close_batch`.
+        """
+        if self._fair:
+            self._level(frozenset(entry.tenant for entry in waiting))
+        if self.config.policy == "static" and running == 0 and waiting:
+            arrivals = sorted(entry.arrival for entry in waiting)
+            self._batch_end = arrivals[-1 if places is None else min(places, len(arrivals)) - 1]
+        return QueueState(MappingProxyType(self._counters), self._since_batch, self._batch_end)
+
+    def started(self, entry: Waiting, stay: Iterable[PriorityClass]) -> None:
+        """`entry` leaves the queue to run; `stay`: classes of those that go on waiting."""
+        if self._fair:
+            self._charge(entry.tenant, entry.price)
+        if entry.priority is PriorityClass.BATCH:
+            self._since_batch = 0
+        elif self.config.policy == "priority" and PriorityClass.BATCH in stay:
+            self._since_batch += 1
+
+    def generated(self, tenant: str, tokens: int) -> None:
+        """So many tokens were generated for the tenant."""
+        if self._fair:
+            self._charge(tenant, OUTPUT_TOKEN_PRICE * tokens)
+
+    def close_batch(self) -> None:
+        """`static`: the batch has all that can run at once; who still waits is of the next one."""
+        self._batch_end = -1
+
+    def _charge(self, tenant: str, tokens: float) -> None:
+        self._counters[tenant] = self._counters.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
+
+    def _level(self, present: frozenset[str]) -> None:
+        """Lift who comes to wait to the lowest counter of those that waited already: idleness earns nothing."""
+        new = present - self._present
+        if new:
+            stayed = (present & self._present) or self._present
+            floor = min((self._counters.get(tenant, 0.0) for tenant in stayed), default=0.0)
+            for tenant in new:
+                self._counters[tenant] = max(self._counters.get(tenant, 0.0), floor)
+            if len(self._counters) > len(present) + MAX_TENANTS:
+                idle = sorted(self._counters.keys() - present, key=lambda tenant: self._counters[tenant])
+                for tenant in idle[: len(idle) - MAX_TENANTS]:
+                    del self._counters[tenant]
+        if present:
+            self._present = present

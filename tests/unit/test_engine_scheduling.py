@@ -1,0 +1,268 @@
+"""The scheduler's policies in a whole engine: who is served when, and that tokens stay exact."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.engine import Engine, SequenceKind
+from engine.step import StepOutput
+from pdcore.clock import ManualClock
+from pdcore.config import QUEUE_POLICIES, QueueConfig
+from pdcore.types import PriorityClass, RequestSpec
+from tests.support.engine_kit import make_engine, request, run, step, tokens_of
+from tests.support.fake_runner import FakeRunner, oracle
+
+INTERACTIVE, STANDARD, BATCH = PriorityClass
+
+
+def add(engine: Engine, *specs: RequestSpec) -> None:
+    for spec in specs:
+        engine.add(spec, SequenceKind.GENERATE)
+
+
+def first_tokens(engine: Engine, steps: int = 500) -> dict[str, int]:
+    """In which step each request got its first token; runs until all have ended."""
+    firsts: dict[str, int] = {}
+    for number in range(1, steps):
+        if not engine.has_work():
+            return firsts
+        result = step(engine)
+        assert result is not None
+        for token in result.tokens:
+            firsts.setdefault(token.key.request_id, number)
+    raise AssertionError("still at work")
+
+
+def test_short_prompts_pass_a_prompt_of_10k() -> None:
+    runner = FakeRunner(num_blocks=1000, max_model_len=12_000)
+    engine = make_engine(
+        runner, budget=512, chunk=512, max_num_seqs=16, max_partial_prefills=2, long_prefill_tokens=1024
+    )
+    add(engine, request("long", 10_000, 1))
+    step(engine)
+    add(engine, *(request(f"short{i}", 50, 1) for i in range(10)))
+    firsts = first_tokens(engine)
+    assert max(step for name, step in firsts.items() if name != "long") <= 2
+    assert firsts["long"] <= 22, "10,000 tokens in chunks of 512, and two steps shared with the short ones"
+
+
+def test_a_second_long_prompt_waits_without_blocks_and_short_ones_do_not() -> None:
+    engine = make_engine(
+        FakeRunner(num_blocks=100), budget=64, chunk=32, max_partial_prefills=2, long_prefill_tokens=100
+    )
+    add(engine, request("a", 400, 1), request("b", 300, 1), request("short", 20, 1))
+    step(engine)
+    load = engine.load()
+    assert (load.running, load.waiting) == (1, 1), "the short one is done, b waits"
+    assert load.total_blocks - load.free_blocks <= 27
+    firsts = first_tokens(engine)
+    assert firsts["a"] < firsts["b"]
+
+
+def test_a_chunk_may_end_inside_a_block() -> None:
+    runner = FakeRunner(num_blocks=32)
+    engine = make_engine(runner, budget=7, chunk=7, max_num_seqs=2)
+    specs = [request("a", 45, 4), request("b", 33, 4)]
+    add(engine, *specs)
+    plan = engine.schedule()
+    assert plan is not None
+    assert [chunk.token_end % 16 for chunk in plan.chunks] != [0] * len(plan.chunks)
+    engine.apply(plan, engine.execute(plan))
+    tokens = run(engine)
+    for spec in specs:
+        assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("fcfs", ["batch", "long", "short", "b", "now"]),
+        ("sjf", ["short", "now", "b", "batch", "long"]),
+        ("priority", ["now", "long", "short", "b", "batch"]),
+        ("fair", ["batch", "b", "long", "short", "now"]),
+    ],
+)
+def test_requests_start_in_the_order_of_the_policy(policy: str, order: list[str]) -> None:
+    engine = make_engine(FakeRunner(), max_num_seqs=1, queue=QueueConfig(policy, sjf_age_tokens=1))
+    add(
+        engine,
+        request("batch", 40, 1, tenant="a", priority=BATCH),
+        request("long", 60, 1, tenant="a"),
+        request("short", 10, 1, tenant="a"),
+        request("b", 30, 1, tenant="b"),
+        request("now", 20, 1, tenant="a", priority=INTERACTIVE),
+    )
+    firsts = first_tokens(engine)
+    assert sorted(firsts, key=firsts.__getitem__) == order
+
+
+def test_static_batches_start_and_end_together() -> None:
+    engine = make_engine(FakeRunner(), max_num_seqs=2, queue=QueueConfig("static"))
+    add(engine, request("a", 10, 2), request("b", 10, 9), request("c", 10, 2), request("d", 10, 2))
+    firsts = first_tokens(engine)
+    assert firsts["a"] == firsts["b"] == 1
+    assert firsts["c"] == firsts["d"] == 10, "b's last token is the ninth, and a's place stays empty until then"
+
+
+def test_generated_tokens_are_charged_to_their_tenant() -> None:
+    engine = make_engine(FakeRunner(), max_num_seqs=1, queue=QueueConfig("fair"))
+    add(engine, *(request(f"a{i}", 10, 20, tenant="a") for i in range(2)))
+    add(engine, *(request(f"b{i}", 10, 1, tenant="b") for i in range(5)))
+    firsts = first_tokens(engine)
+    assert sorted(firsts, key=firsts.__getitem__) == ["a0", "b0", "b1", "b2", "b3", "b4", "a1"]
+
+
+class TestDisplacement:
+    def test_an_interactive_request_takes_the_place_of_a_batch_one_and_nothing_is_lost(self) -> None:
+        runner = FakeRunner()
+        engine = make_engine(runner, max_num_seqs=2, queue=QueueConfig(batch_share=0.5))
+        batch = [request(f"b{i}", 12, 30, priority=BATCH) for i in range(2)]
+        add(engine, *batch)
+        tokens = [token for _ in range(5) for token in step(engine).tokens]  # type: ignore[union-attr]
+        load = engine.load()
+        assert (load.yielding_requests, load.yielding_blocks) == (1, 1)
+        urgent = request("now", 10, 3, priority=INTERACTIVE)
+        add(engine, urgent)
+        soon = [step(engine), step(engine)]
+        news = [token for result in soon if result is not None for token in result.tokens]
+        assert urgent.key in {token.key for token in news}
+        tokens += news + run(engine)
+        assert engine.load().preemptions == 1
+        for spec in (*batch, urgent):
+            assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
+
+    def test_it_takes_blocks_too_and_runs_at_once_if_all_gave_way(self) -> None:
+        runner = FakeRunner(num_blocks=4)
+        engine = make_engine(runner, max_num_seqs=2, prefix_cache=False, queue=QueueConfig(batch_share=0.0))
+        add(engine, request("b", 20, 40, priority=BATCH))
+        tokens = list(step(engine).tokens)  # type: ignore[union-attr]
+        add(engine, request("now", 50, 2, priority=INTERACTIVE))
+        result = step(engine)
+        assert result is not None
+        assert [token.key.request_id for token in result.tokens] == ["now"]
+        tokens += [*result.tokens, *run(engine)]
+        assert tokens_of(tokens, request("b", 20, 40)) == oracle(runner, request("b", 20, 40))[0]
+
+    def test_batch_ends_under_a_stream_of_interactive_ones(self) -> None:
+        """Its share of places is not taken away, and its share of starts lets it in."""
+        engine = make_engine(FakeRunner(num_blocks=200), max_num_seqs=2, queue=QueueConfig(batch_share=0.25))
+        add(engine, *(request(f"b{i}", 12, 10, priority=BATCH) for i in range(4)))
+        ended: set[str] = set()
+        for number in range(400):
+            add(engine, request(f"i{number}", 5, 3, priority=INTERACTIVE))
+            result = step(engine)
+            assert result is not None
+            ended |= {token.key.request_id for token in result.tokens if token.finish is not None}
+            if {"b0", "b1", "b2", "b3"} <= ended:
+                break
+        else:
+            raise AssertionError(f"batch requests starve: {sorted(ended)[:8]}")
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    policy=st.sampled_from(QUEUE_POLICIES),
+    raw=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 12), st.sampled_from("ab"), st.sampled_from(PriorityClass)),
+        min_size=1,
+        max_size=10,
+    ),
+    blocks=st.integers(6, 20),
+    partial=st.integers(0, 2),
+    share=st.sampled_from([0.0, 0.2, 0.5]),
+    at_once=st.integers(1, 4),
+)
+def test_every_request_ends_with_its_own_tokens(policy, raw, blocks, partial, share, at_once) -> None:  # type: ignore[no-untyped-def]
+    """Memory is short, requests come while others run, batch ones are displaced: nothing is lost or repeated."""
+    runner = FakeRunner(num_blocks=blocks)
+    engine = make_engine(
+        runner,
+        budget=24,
+        chunk=16,
+        max_num_seqs=3,
+        max_partial_prefills=partial,
+        long_prefill_tokens=20,
+        queue=QueueConfig(policy, batch_share=share),
+    )
+    specs = [request(f"r{i}", n, m, tenant=tenant, priority=c) for i, (n, m, tenant, c) in enumerate(raw)]
+    tokens = []
+    for first in range(0, len(specs), at_once):
+        add(engine, *specs[first : first + at_once])
+        for _ in range(2):
+            result = step(engine)
+            tokens += [] if result is None else result.tokens
+    tokens += run(engine)
+    for spec in specs:
+        assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
+    assert engine.load().free_blocks == blocks
+
+
+class SlowRunner(FakeRunner):
+    """Takes 10 ms a step and 1 ms a token, on a clock set by hand."""
+
+    def __init__(self, clock: ManualClock, **options: int) -> None:
+        super().__init__(**options)
+        self._clock = clock
+
+    def run(self, step) -> StepOutput:  # type: ignore[no-untyped-def]
+        self._clock.advance(0.010 + 0.001 * len(step.token_ids))
+        return super().run(step)
+
+
+class TestRecords:
+    def test_what_a_step_did_and_why(self) -> None:
+        clock = ManualClock(100.0)
+        engine = make_engine(SlowRunner(clock), clock=clock, budget=32, chunk=32, max_num_seqs=2)
+        add(engine, request("a", 50, 3), request("b", 10, 3), request("c", 10, 3, priority=BATCH))
+        run(engine)
+        records = engine.last_steps(100)
+        assert [record.step for record in records] == list(range(1, len(records) + 1))
+        first = records[0]
+        assert (first.tokens, first.decodes, first.prefills, first.bound_by) == (32, 0, 2, "tokens")
+        assert (first.running, first.waiting) == (0, (0, 2, 1))
+        assert first.free_blocks == 64
+        assert (first.started, first.ms) == (100.0, pytest.approx(42.0))
+        assert first.predicted_ms == 0.0, "nothing is known yet"
+        assert records[-1].predicted_ms == pytest.approx(records[-1].ms, rel=0.3)
+        assert engine.last_steps(2) == records[-2:]
+        assert engine.load().step_ms == pytest.approx(sum(r.ms for r in records) / len(records))
+
+    def test_the_load_carries_what_steps_take(self) -> None:
+        clock = ManualClock()
+        engine = make_engine(SlowRunner(clock), clock=clock, budget=64, chunk=64)
+        for i in range(12):
+            add(engine, request(f"r{i}", 5 + 4 * i, 4))
+            run(engine)
+        model = engine.load().step_time
+        assert model.known
+        assert model.base_ms == pytest.approx(10.0, rel=0.1)
+        assert model.token_ms == pytest.approx(1.0, rel=0.1)
+        assert model.error < 0.1
+
+
+def test_the_target_keeps_tokens_flowing_while_a_long_prompt_comes_in() -> None:
+    """8 decodes and then a prompt: without a target each step takes what the budget allows."""
+
+    def gaps(target_ms: float) -> tuple[float, int]:
+        clock = ManualClock()
+        runner = SlowRunner(clock, num_blocks=200)
+        engine = make_engine(runner, clock=clock, budget=256, chunk=256, max_num_seqs=16, target_itl_ms=target_ms)
+        add(engine, *(request(f"d{i}", 8 * i + 8, 120) for i in range(8)))
+        for _ in range(10):
+            step(engine)
+        add(engine, request("long", 1000, 1))
+        worst, steps = 0.0, 0
+        while "long" in {key.request_id for key in engine._sequences}:
+            began = clock.now()
+            step(engine)
+            worst, steps = max(worst, clock.now() - began), steps + 1
+        return 1e3 * worst, steps
+
+    worst, steps = gaps(0.0)
+    assert worst > 250
+    assert steps <= 5
+    worst, more_steps = gaps(60.0)
+    assert worst <= 62, "a step that is predicted exactly takes 60 ms at most"
+    assert 1000 / 42 <= more_steps <= 1000 / 42 + 6
