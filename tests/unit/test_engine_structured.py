@@ -175,13 +175,21 @@ class TestAcrossWorkers:
         with pytest.raises(TicketError):
             engine.commit_ticket("t", replace(spec, key=spec.key._replace(attempt=1)), 7)
 
-    def test_preempted_again_and_again_it_is_the_same(self) -> None:
+    @pytest.mark.parametrize("preemption", ["recompute", "swap"])
+    def test_preempted_again_and_again_it_is_the_same(self, preemption: str) -> None:
         outputs = [example.output for example in EXAMPLES.values()] * 2
         specs = [asked(f"r{i}", output, 10 + i, 50) for i, output in enumerate(outputs)]
         roomy = generate(make_engine(fake_runner(num_blocks=400), max_num_seqs=16, guards=GUARDS), *specs)
-        engine = make_engine(fake_runner(num_blocks=14, block_size=8), max_num_seqs=16, guards=GUARDS)
+        engine = make_engine(
+            fake_runner(num_blocks=14, block_size=8),
+            max_num_seqs=16,
+            guards=GUARDS,
+            preemption=preemption,
+            swap_blocks=40 if preemption == "swap" else 0,
+        )
         tight = generate(engine, *specs)
         assert engine.load().preemptions > 0
+        engine._swap.close(10.0)  # and not the guards, which are everybody's
         for spec in specs:
             assert tokens_of(tight, spec) == tokens_of(roomy, spec)
 
