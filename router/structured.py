@@ -108,6 +108,7 @@ class StructureCheck:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the router, which ends it by closing its input
         )
         assert process.stdin is not None
         assert process.stdout is not None
