@@ -165,11 +165,12 @@ class ThreadCopier:
 
 
 def front_left_behind(sequence: Sequence, blocks: BlockManager) -> int:
-    """Blocks from the front that are not copied, since others use them and the prefix cache has them.
+    """Blocks from the front that are not copied, since others use them and it may take them from the prefix cache
+    when it comes back.
 
     None of a sequence whose KV came through a lossy codec: what the cache has is not what it had.
     """
-    return blocks.shared_front(Owner.sequence(sequence.key)) if sequence.exact else 0
+    return min(blocks.shared_front(Owner.sequence(sequence.key)), sequence.may_hit) if sequence.exact else 0
 
 
 class SwapSpace:

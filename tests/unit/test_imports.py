@@ -32,6 +32,7 @@ PDCORE = (
     "errors",
     "faults",
     "logprobs",
+    "native_build",
     "objective",
     "queueing",
     "step_time",

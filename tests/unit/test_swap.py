@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import swap as swap_module
+from engine.blocks import BlockManager, Owner
 from engine.engine import Engine, SequenceKind, TokenOut
 from engine.preemption import STALL_S
+from engine.sequence import Sequence as EngineSequence
 from engine.swap import Copy, CopyCancelled, HostKv, ThreadCopier
 from pdcore.clock import ManualClock
 from pdcore.config import EngineConfig
@@ -250,6 +252,19 @@ class TestTheWayThereAndBack:
         load = engine.load()
         assert (load.swaps_in, load.recomputed_tokens["preempt"] > 0) == (0, True)
         at_rest(engine)
+
+    def test_one_that_may_take_nothing_from_the_cache_leaves_nothing_behind(self) -> None:
+        """Its prompt tokens are being scored, so that it computes them all; others share its blocks meanwhile."""
+        spec = request("r", prompt_of(0, 13))
+        scoring = replace(spec, params=replace(spec.params, prompt_logprobs=0))
+        blocks = BlockManager(8, 4)
+        mine, other = Owner.sequence(spec.key), Owner.ticket("t")
+        taken = blocks.allocate(mine, 4)
+        blocks.publish(mine, block_hashes(chain_root("m"), list(spec.prompt), 4), 2)
+        blocks.share(other, taken[:2])
+        for which, left in ((spec, 2), (scoring, 0)):
+            sequence = EngineSequence(which, GENERATE, block_size=4, now=0.0, root=chain_root("m"))
+            assert swap_module.front_left_behind(sequence, blocks) == left
 
     def test_kv_of_a_lossy_codec_comes_back_as_it_was(self) -> None:
         """The prefix cache has the exact KV of the same tokens: it must not be mixed in."""
