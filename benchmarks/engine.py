@@ -1,9 +1,16 @@
-"""Speed of the engine's model runner alone: prefill of one prompt, and decode at several batch sizes.
+"""What scheduling does to users: one engine in one process, under each queue policy, and when a long prompt arrives.
 
-    python benchmarks/engine.py --model smollm2-135m --dtype bfloat16 --threads 2 --reference --json out.json
+    python benchmarks/engine.py --model smollm2-135m --threads 2 --json out.json
 
-With ``--reference`` transformers runs the same work in the same process, its steps interleaved with ours, so that a
-change of the machine's load meets both.
+Three tables:
+
+*policies*: requests of mixed lengths, classes and tenants arrive at random, faster than the engine serves them for a
+while; the same requests at the same times for each policy. *gap*: 8 requests decode, then a long prompt arrives: the
+longest time between two tokens of a running request, and when the prompt has its first token. *bookkeeping*: share of
+a decode step that is not the forward pass.
+
+With ``--cpu-clock`` and one thread all times, those of arrivals too, are the CPU time of this process: what others do
+on the machine meanwhile changes little then.
 """
 
 from __future__ import annotations
@@ -11,152 +18,261 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import itertools
 
 import numpy as np
 import torch
 
+from engine.engine import Engine, SequenceKind
 from engine.loader import load_runner
 from engine.model_store import resolve_model
-from engine.runner import CpuModelRunner
-from engine.step import StepInput
-from pdcore.config import EngineConfig
+from engine.step import ModelRunner
+from pdcore.config import QUEUE_POLICIES, EngineConfig, QueueConfig, SchedulerConfig
+from pdcore.types import PriorityClass, RequestKey, RequestSpec, SamplingParams
 
 BLOCK = 16
 
 
+class CpuClock:
+    """CPU time of this process, in seconds; waiting is skipped."""
+
+    def __init__(self) -> None:
+        self._skipped = 0.0
+
+    def now(self) -> float:
+        return time.process_time() + self._skipped
+
+    def sleep(self, seconds: float) -> None:
+        self._skipped += seconds
+
+
+class WallClock:
+    """Real time."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+BenchmarkClock = CpuClock | WallClock
+
+
 @dataclass(frozen=True)
-class Row:
-    """One measurement. Times are medians, in milliseconds per step (decode) or per prompt (prefill)."""
+class Arrival:
+    """A request and when it comes, in seconds from the start."""
 
-    work: str
-    tokens: int
-    ms: float
+    at: float
+    spec: RequestSpec
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """Milliseconds, but for `tokens_per_s` (prompt and output) and `makespan_s`."""
+
+    policy: str
+    makespan_s: float
     tokens_per_s: float
-    reference_ms: float | None
-    speedup: float | None
+    ttft_p50: float
+    ttft_p99: float
+    interactive_ttft_p50: float
+    interactive_ttft_p99: float
+    light_tenant_ttft_p50: float
+    itl_p50: float
+    itl_p99: float
 
 
-def uniform_step(step_id: int, token_ids: np.ndarray, before: int, tables: np.ndarray) -> StepInput:
-    """Each sequence computes its `token_ids` [S, Q] after `before` tokens, in blocks `tables` [S, B]; greedy."""
-    seqs, queries = token_ids.shape
-    positions = np.arange(before, before + queries)
-    slots = tables[:, positions // BLOCK] * BLOCK + positions % BLOCK
-    return StepInput(
-        step_id=step_id,
-        num_decodes=seqs if queries == 1 else 0,
-        token_ids=token_ids.reshape(-1).astype(np.int64),
-        token_slots=np.full(seqs * queries, -1, np.int32),
-        positions=np.tile(positions, seqs).astype(np.int64),
-        slot_mapping=slots.reshape(-1).astype(np.int64),
-        query_start=np.arange(0, (seqs + 1) * queries, queries, dtype=np.int32),
-        context_lens=np.full(seqs, before + queries, np.int32),
-        block_tables=tables.astype(np.int32),
-        sample_rows=np.arange(queries - 1, seqs * queries, queries, dtype=np.int32),
-        sample_slots=np.arange(seqs, dtype=np.int32),
-        temperature=np.zeros(seqs, np.float32),
-        top_p=np.ones(seqs, np.float32),
-        min_p=np.zeros(seqs, np.float32),
-        top_k=np.zeros(seqs, np.int32),
-        seeds=np.zeros(seqs, np.uint64),
-        sample_index=np.zeros(seqs, np.int32),
-        sample_positions=np.full(seqs, before + queries, np.int64),
-        forbidden_rows=np.zeros(0, np.int32),
-        forbidden_tokens=np.zeros(0, np.int32),
+@dataclass(frozen=True)
+class GapRow:
+    """Milliseconds. `steps`: that the prompt took."""
+
+    setting: str
+    worst_gap: float
+    median_gap: float
+    prompt_ttft: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class BookkeepingRow:
+    sequences: int
+    step_ms: float
+    bookkeeping_ms: float
+    share: float
+
+
+def make_spec(name: str, prompt: np.ndarray, max_tokens: int, **more: object) -> RequestSpec:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return RequestSpec(RequestKey(name, 0), tuple(prompt.tolist()), params, token_window=1 << 30, **more)  # type: ignore[arg-type]
+
+
+def mixed_requests(count: int, interval_s: float, vocab: int, seed: int) -> list[Arrival]:
+    """Three in ten are interactive and short, four standard, three batch and long. Tenant "heavy" sends most."""
+    rng = np.random.default_rng(seed)
+    arrivals, at = [], 0.0
+    for i in range(count):
+        priority = PriorityClass(int(rng.choice(3, p=[0.3, 0.4, 0.3])))
+        typical, output = ((48, 16), (160, 24), (400, 40))[priority]
+        length = int(np.clip(typical * rng.lognormal(0.0, 0.5), 8, 1024))
+        tokens = int(np.clip(output * rng.lognormal(0.0, 0.3), 2, 96))
+        tenant = str(rng.choice(["heavy", "light"], p=[0.8, 0.2]))
+        spec = make_spec(f"r{i}", rng.integers(0, vocab, length), tokens, priority=priority, tenant=tenant)
+        arrivals.append(Arrival(at, spec))
+        at += float(rng.exponential(interval_s))
+    return arrivals
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs share."""
+
+    runner: ModelRunner
+    config: EngineConfig
+    clock: BenchmarkClock
+
+
+class Session:
+    """An engine that is stepped here, and when each token of each request came."""
+
+    def __init__(self, setup: Setup, scheduler: SchedulerConfig) -> None:
+        self.clock = setup.clock
+        self.engine = Engine(
+            setup.runner, replace(setup.config, scheduler=scheduler, prefix_cache=False), setup.clock
+        )
+        self.times: dict[str, list[float]] = {}
+        self.forward_s = 0.0
+
+    def step(self) -> bool:
+        """One step; False if there was nothing to do."""
+        plan = self.engine.schedule()
+        if plan is None:
+            return False
+        began = self.clock.now()
+        output = self.engine.execute(plan)
+        self.forward_s += self.clock.now() - began
+        result = self.engine.apply(plan, output)
+        now = self.clock.now()
+        for token in result.tokens:
+            self.times.setdefault(token.key.request_id, []).append(now)
+        return True
+
+    def run(self, arrivals: Sequence[Arrival]) -> float:
+        """Until all requests have ended; returns when it began."""
+        start = self.clock.now()
+        waiting = list(arrivals)
+        while waiting or self.engine.has_work():
+            now = self.clock.now() - start
+            while waiting and waiting[0].at <= now:
+                self.engine.add(waiting.pop(0).spec, SequenceKind.GENERATE)
+            if not self.step() and waiting:
+                self.clock.sleep(max(0.0, waiting[0].at - (self.clock.now() - start)))
+        return start
+
+
+def percentiles(values: Iterable[float], *which: float) -> list[float]:
+    """In milliseconds."""
+    found = list(values)
+    return [round(1e3 * float(np.percentile(found, p)), 1) if found else float("nan") for p in which]
+
+
+def gaps_of(times: Iterable[Sequence[float]]) -> list[float]:
+    return [later - earlier for row in times for earlier, later in itertools.pairwise(row)]
+
+
+def run_policy(policy: str, setup: Setup, arrivals: Sequence[Arrival]) -> PolicyRow:
+    scheduler = SchedulerConfig(
+        max_num_batched_tokens=256,
+        max_num_seqs=8,
+        prefill_chunk_tokens=256,
+        max_partial_prefills=4,
+        long_prefill_tokens=512,
+        queue=QueueConfig(policy),
+    )
+    session = Session(setup, scheduler)
+    start = session.run(arrivals)
+    end = max(times[-1] for times in session.times.values())
+    ttft = {a.spec.key.request_id: session.times[a.spec.key.request_id][0] - start - a.at for a in arrivals}
+    tokens = sum(len(a.spec.prompt) for a in arrivals) + sum(map(len, session.times.values()))
+
+    def of(choose: object) -> list[float]:
+        return [ttft[a.spec.key.request_id] for a in arrivals if choose in (a.spec.priority, a.spec.tenant)]
+
+    row = PolicyRow(
+        policy,
+        round(end - start, 1),
+        round(tokens / (end - start), 1),
+        *percentiles(ttft.values(), 50, 99),
+        *percentiles(of(PriorityClass.INTERACTIVE), 50, 99),
+        *percentiles(of("light"), 50),
+        *percentiles(gaps_of(session.times.values()), 50, 99),
+    )
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+def run_gap(setting: str, setup: Setup, scheduler: SchedulerConfig, prompt_tokens: int) -> GapRow:
+    """8 requests decode; then a prompt of that many tokens comes."""
+    rng = np.random.default_rng(0)
+    vocab = setup.runner.model.vocab_size
+    session = Session(setup, scheduler)
+    # What the model of step times knows when this begins: some prompts and decodes, as on a worker that has served.
+    for i in range(8):
+        spec = make_spec(f"d{i}", rng.integers(0, vocab, 128), 4096)
+        session.engine.add(spec, SequenceKind.GENERATE)
+        session.step()
+    for _ in range(12):
+        session.step()
+    warm = {name: len(times) for name, times in session.times.items()}
+    session.engine.add(make_spec("long", rng.integers(0, vocab, prompt_tokens), 1), SequenceKind.GENERATE)
+    began, steps = session.clock.now(), 0
+    while "long" not in session.times:
+        session.step()
+        steps += 1
+    for _ in range(3):
+        session.step()
+    gaps = gaps_of(times[warm[name] - 1 :] for name, times in session.times.items() if name in warm)
+    worst, median = percentiles([max(gaps)], 50)[0], percentiles(gaps, 50)[0]
+    row = GapRow(setting, worst, median, round(1e3 * (session.times["long"][0] - began), 1), steps)
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
+def run_bookkeeping(setup: Setup, sequences: int, steps: int) -> BookkeepingRow:
+    rng = np.random.default_rng(1)
+    scheduler = SchedulerConfig(1024, sequences, 1024, target_itl_ms=1000.0)
+    session = Session(setup, scheduler)
+    for i in range(sequences):
+        spec = make_spec(f"s{i}", rng.integers(0, setup.runner.model.vocab_size, 64), steps + 40)
+        session.engine.add(spec, SequenceKind.GENERATE)
+    while len(session.times) < sequences:
+        session.step()
+    session.forward_s = 0.0
+    began = session.clock.now()
+    for _ in range(steps):
+        session.step()
+    total = session.clock.now() - began
+    other = total - session.forward_s
+    return BookkeepingRow(
+        sequences, round(1e3 * total / steps, 2), round(1e3 * other / steps, 3), round(other / total, 4)
     )
 
 
-class Ours:
-    """The engine's runner."""
-
-    def __init__(self, runner: CpuModelRunner, chunk: int) -> None:
-        self._runner, self._chunk = runner, chunk
-        self._step_id = 0
-
-    def _run(self, token_ids: np.ndarray, before: int, tables: np.ndarray) -> np.ndarray:
-        self._step_id += 1
-        return self._runner.run(uniform_step(self._step_id, token_ids, before, tables)).token_ids
-
-    def prefill(self, prompt: np.ndarray) -> None:
-        tables = np.arange(-(-len(prompt) // BLOCK))[None]
-        for start in range(0, len(prompt), self._chunk):
-            self._run(prompt[None, start : start + self._chunk], start, tables)
-
-    def decoder(self, prompt: np.ndarray, batch: int, steps: int) -> Callable[[], None]:
-        """A function that runs one decode step of `batch` sequences, all with `prompt` as context."""
-        per_seq = -(-(len(prompt) + steps) // BLOCK)
-        # Interleaved block tables, as after some time of serving: no sequence's blocks are adjacent.
-        tables = np.arange(per_seq * batch).reshape(per_seq, batch).T.copy()
-        self._run(prompt[None], 0, tables[:1])
-        cache, geometry = self._runner.cache, self._runner.geometry
-        values = cache.gather(0, geometry.num_layers, tables[0].tolist(), 0, len(prompt))
-        for row in tables[1:]:
-            cache.scatter(0, row.tolist(), 0, values)
-        state: dict[str, Any] = {"tokens": np.full((batch, 1), prompt[-1]), "length": len(prompt)}
-
-        def step() -> None:
-            state["tokens"] = self._run(state["tokens"], state["length"], tables)[:, None]
-            state["length"] += 1
-
-        return step
-
-
-class Reference:
-    """transformers with its own KV cache."""
-
-    def __init__(self, path: Path, dtype: str, attention: str) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True
-        )
-
-    @torch.inference_mode()
-    def prefill(self, prompt: np.ndarray) -> Any:
-        ids = torch.from_numpy(prompt)[None]
-        return self._model(ids, use_cache=True, logits_to_keep=1).past_key_values
-
-    @torch.inference_mode()
-    def decoder(self, prompt: np.ndarray, batch: int) -> Callable[[], None]:
-        cache = self.prefill(prompt)
-        cache.batch_repeat_interleave(batch)
-        state = {"tokens": torch.full((batch, 1), int(prompt[-1]))}
-
-        @torch.inference_mode()
-        def step() -> None:
-            logits = self._model(state["tokens"], past_key_values=cache, use_cache=True).logits
-            state["tokens"] = logits[:, -1:].argmax(-1)
-
-        return step
-
-
-def measure(
-    ours: Callable[[], None], reference: Callable[[], None] | None, repeats: int
-) -> tuple[float, float | None]:
-    """Median milliseconds of each, run alternately, after one warm-up of each."""
-    times: dict[int, list[float]] = {0: [], 1: []}
-    for repeat in range(repeats + 1):
-        for which, call in enumerate((ours, reference)):
-            if call is not None:
-                started = time.perf_counter()
-                call()
-                if repeat:
-                    times[which].append((time.perf_counter() - started) * 1e3)
-    return statistics.median(times[0]), statistics.median(times[1]) if reference else None
-
-
-def row(work: str, tokens: int, ms: float, reference_ms: float | None) -> Row:
-    speedup = round(reference_ms / ms, 2) if reference_ms else None
-    rounded = round(reference_ms, 2) if reference_ms else None
-    return Row(work, tokens, round(ms, 2), round(tokens / ms * 1e3, 1), rounded, speedup)
+def table(title: str, rows: Sequence[object]) -> None:
+    print(f"\n{title}")
+    dicts = [asdict(row) for row in rows]  # type: ignore[call-overload]
+    widths = {key: max(len(key), *(len(str(d[key])) for d in dicts)) for key in dicts[0]}
+    print("  ".join(f"{key:>{width}}" for key, width in widths.items()))
+    for entry in dicts:
+        print("  ".join(f"{entry[key]!s:>{width}}" for key, width in widths.items()))
 
 
 def main() -> None:
@@ -164,49 +280,56 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="short name, Hugging Face folder or .gguf file")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prefill", type=int, default=2048, help="prompt tokens; 0 skips prefill")
-    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens per step")
-    parser.add_argument("--context", type=int, default=512, help="tokens in the cache when decoding starts")
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
-    parser.add_argument("--repeats", type=int, default=8, help="measured decode steps; a third of it for prefill")
-    parser.add_argument("--reference", action="store_true", help="run transformers side by side")
-    parser.add_argument("--reference-attention", default="sdpa", choices=["eager", "sdpa"])
+    parser.add_argument("--requests", type=int, default=40, help="of the policies' table; 0 leaves it out")
+    parser.add_argument("--interval-ms", type=float, default=120.0, help="mean time between two arrivals")
+    parser.add_argument("--policies", nargs="*", default=list(QUEUE_POLICIES), choices=QUEUE_POLICIES)
+    parser.add_argument("--long-prompt", type=int, default=4096, help="tokens; 0 leaves the gap's table out")
+    parser.add_argument("--target-itl-ms", type=float, default=100.0)
+    parser.add_argument("--sequences", type=int, default=32, help="of the bookkeeping's table; 0 leaves it out")
+    parser.add_argument("--cpu-clock", action="store_true", help="count CPU time; needs --threads 1")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
 
+    if args.cpu_clock and args.threads != 1:
+        parser.error("--cpu-clock counts the time of all threads: give --threads 1")
     torch.set_num_threads(args.threads)
     resolved = resolve_model(args.model, progress=print)
-    longest = max([args.prefill, *[(args.context + args.repeats + 2 + BLOCK) * batch for batch in args.batch]])
-    blocks = -(-longest // BLOCK) + max(args.batch, default=0)
-    config = EngineConfig(str(resolved.path), resolved.served_name, dtype=args.dtype, num_blocks=blocks)
-    started = time.perf_counter()
-    runner = load_runner(config)
-    load_s = time.perf_counter() - started
-    ours = Ours(runner, args.chunk)
-    reference = Reference(resolved.path, args.dtype, args.reference_attention) if args.reference else None
-    tokens = np.random.default_rng(0).integers(0, runner.model.vocab_size, max(args.prefill, args.context))
+    tokens = max(args.long_prompt + 8 * 1024, 8 * 1200, args.sequences * 256)
+    config = EngineConfig(str(resolved.path), resolved.served_name, dtype=args.dtype, num_blocks=tokens // BLOCK)
+    setup = Setup(load_runner(config), config, CpuClock() if args.cpu_clock else WallClock())
+    load_average = os.getloadavg()[0]
+    data: dict[str, object] = {
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "machine": {"cores": os.cpu_count(), "load_average": load_average},
+    }
+    clock = "CPU" if args.cpu_clock else "wall"
+    print(f"{resolved.served_name}, {args.dtype}, {args.threads} threads, {clock} time; load {load_average:.1f}")
 
-    rows = []
-    if args.prefill:
-        prompt = tokens[: args.prefill]
-        other = (lambda: reference.prefill(prompt) and None) if reference else None
-        times = measure(lambda: ours.prefill(prompt), other, max(args.repeats // 3, 1))
-        rows.append(row(f"prefill 1x{args.prefill}", args.prefill, *times))
-    for batch in args.batch:
-        prompt = tokens[: args.context]
-        other = reference.decoder(prompt, batch) if reference else None
-        times = measure(ours.decoder(prompt, batch, args.repeats + 1), other, args.repeats)
-        rows.append(row(f"decode batch {batch} at {args.context}", batch, *times))
-
-    print(f"{resolved.served_name}, {args.dtype}, {args.threads} threads, loaded in {load_s:.1f} s")
-    print(f"{'work':<24}{'ms':>10}{'tokens/s':>12}{'transformers ms':>18}{'speedup':>10}")
-    for entry in rows:
-        versus = f"{entry.reference_ms:>18.1f}{entry.speedup:>10.2f}" if entry.reference_ms else ""
-        print(f"{entry.work:<24}{entry.ms:>10.1f}{entry.tokens_per_s:>12.1f}{versus}")
+    if args.sequences:
+        rows: list[object] = [run_bookkeeping(setup, args.sequences, steps=40)]
+        table("Bookkeeping: scheduling, building the step and booking its results", rows)
+        data["bookkeeping"] = [asdict(row) for row in rows]  # type: ignore[call-overload]
+    if args.long_prompt:
+        whole = args.long_prompt + 64
+        settings = [
+            ("unchunked", SchedulerConfig(whole, 16, whole)),
+            ("chunk 512", SchedulerConfig(512 + 16, 16, 512)),
+            ("chunk 128", SchedulerConfig(128 + 16, 16, 128)),
+            (
+                f"target {args.target_itl_ms:g} ms",
+                SchedulerConfig(512 + 16, 16, 512, target_itl_ms=args.target_itl_ms),
+            ),
+        ]
+        rows = [run_gap(name, setup, scheduler, args.long_prompt) for name, scheduler in settings]
+        table(f"A prompt of {args.long_prompt} tokens arrives among 8 decodes (ms)", rows)
+        data["gap"] = [asdict(row) for row in rows]  # type: ignore[call-overload]
+    if args.requests:
+        arrivals = mixed_requests(args.requests, args.interval_ms / 1e3, setup.runner.model.vocab_size, args.seed)
+        rows = [run_policy(policy, setup, arrivals) for policy in args.policies]
+        table(f"{args.requests} requests of mixed lengths, one each {args.interval_ms:g} ms (ms)", rows)
+        data["policies"] = [asdict(row) for row in rows]  # type: ignore[call-overload]
     if args.json:
-        settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        load = {"cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
-        data = {"settings": settings, "machine": load, "load_s": load_s, "rows": [asdict(entry) for entry in rows]}
         args.json.write_text(json.dumps(data, indent=2) + "\n")
 
 

@@ -97,6 +97,7 @@ class DecodeHandler:
         return replace(ticket, run_here=reserved.run_here)
 
     def generate(self, router_id: str, spec: RequestSpec) -> None:
+        self._engine.check_runnable(spec)  # without the lock, for it may take a while
         with self._lock:
             self._engine.add(spec, SequenceKind.GENERATE)
             self._requests[spec.key] = spec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from engine.scoring import ScoredSpan, join_spans
 from engine.sequence import Sequence
 from engine.step import StepInput
+from engine.structured import NO_MASKS, OutputState, StepMasks
 from engine.token_rules import Ruled, join_rules
 
 
@@ -38,10 +40,13 @@ class Part(NamedTuple):
         return ScoredSpan(sequence.key, start, end, sequence.spec.params.prompt_logprobs or 0)
 
 
-def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
+def build_step(
+    step_id: int, parts: Seq[Part], block_size: int, make_masks: Callable[[Seq[OutputState]], StepMasks] | None = None
+) -> StepInput:
     """Lay the parts out as flat arrays; parts of one token must come first.
 
-    Python runs once per sequence, numpy does the tokens.
+    Python runs once per sequence, numpy does the tokens. `make_masks` begins to compute the masks of structured
+    outputs; needed if there are any.
     """
     num_seqs = len(parts)
     sequences = [part.sequence for part in parts]
@@ -74,9 +79,14 @@ def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
     forbidden = [
         (r, token)
         for r, sequence in enumerate(sampling)
-        if sequence.generated < params[r].min_tokens
+        if sequence.generated < params[r].min_tokens and sequence.output is None  # else its mask sees to it
         for token in sequence.stop_tokens
     ]
+    structured = [(r, sequence.output) for r, sequence in enumerate(sampling) if sequence.output is not None]
+    masks = NO_MASKS
+    if structured:
+        assert make_masks is not None
+        masks = make_masks([output for _, output in structured])
     ruled = [
         Ruled(r, sequence.rules, sequence.buffer[: sequence.num_tokens])
         for r, sequence in enumerate(sampling)
@@ -111,6 +121,9 @@ def build_step(step_id: int, parts: Seq[Part], block_size: int) -> StepInput:
         sample_positions=np.array([sequence.num_tokens for sequence in sampling], np.int64),
         forbidden_rows=np.array([r for r, _ in forbidden], np.int32),
         forbidden_tokens=np.array([token for _, token in forbidden], np.int32),
+        mask_rows=np.array([r for r, _ in structured], np.int32),
+        mask_bits=masks.bits,
+        await_masks=masks.wait,
         rules=join_rules(ruled, len(sampled)),
         logprobs=logprobs,
         scores=join_spans(scored),

@@ -22,6 +22,7 @@ from engine.sequence import Sequence, SequenceKind, SequenceState
 from engine.snapshot import may_yield, queued_prefill_tokens, take_snapshot
 from engine.step import NO_TOKEN, KvCache, ModelRunner, StepOutput, StepProgress
 from engine.step_log import StepLog, StepRecord, by_class
+from engine.structured import OutputGuards, OutputState
 from engine.swap import Copier, Copy, SwapSpace, ThreadCopier
 from engine.ticket import Reservation, Ticket
 from engine.validation import check_request
@@ -80,6 +81,7 @@ class Engine:
         on_pressure: called with a ticket's owner when its blocks are wanted, from `schedule`, without the lock. It
             must see to it that `release_ticket` (or `commit_ticket`) follows soon, and must not raise.
         max_reserved_fraction: share of the blocks that uncommitted tickets may hold.
+        guards: of structured outputs; without them, requests for one are refused.
         prefer_swap: computing tokens again is worse here than the time that it takes (see `engine.preemption`).
         on_copied: called when a copy to or from host memory has ended, so that `schedule` may find more to run.
         on_crash: called if no more such copies can be made. Both come from a thread of the engine's own, without
@@ -100,6 +102,7 @@ class Engine:
         on_pressure: Callable[[str], None] = _no_pressure,
         max_reserved_fraction: float = 0.5,
         *,
+        guards: OutputGuards | None = None,
         prefer_swap: bool = False,
         on_copied: Callable[[], None] = _nothing,
         on_crash: Callable[[BaseException], None] = _nothing,
@@ -114,6 +117,7 @@ class Engine:
         self._scheduler_config = config.scheduler
         self._clock: Clock = clock or MonotonicClock()
         self._on_pressure = on_pressure
+        self._guards = guards
         self._max_reserved = int(max_reserved_fraction * runner.geometry.num_blocks)
         self._blocks = BlockManager(runner.geometry.num_blocks, runner.geometry.block_size)
         self._block_size = runner.geometry.block_size
@@ -144,13 +148,20 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- requests
 
     def check_runnable(self, spec: RequestSpec, kind: SequenceKind = SequenceKind.GENERATE) -> None:
-        """Raise InvalidRequest, naming the field, if the request can never run here."""
+        """Raise InvalidRequest, naming the field, if the request can never run here. Compiles a structured output
+        that is new here: call it without a lock that the step loop needs."""
         check_request(spec, kind, self.model.vocab_size, self.max_model_len, self._blocks)
+        output = spec.params.structured_output
+        if output is not None:
+            if self._guards is None:
+                raise InvalidRequest(output.field, "this worker's model has no tokenizer that could be used for it")
+            self._guards.check(output)
 
     def add(self, spec: RequestSpec, kind: SequenceKind) -> None:
         """Queue a request. Raises InvalidRequest if it can never run here, or if its key is in use."""
         self.check_runnable(spec, kind)
         sequence = self._new_sequence(spec, kind)
+        sequence.output = self._start_output(spec)
         sequence.name_blocks(sequence.may_hit)  # now, for it takes a while with a long prompt, and needs no lock
         with self.lock:
             self._check_new(spec.key)
@@ -188,7 +199,7 @@ class Engine:
         Returns None if the ticket is refused now. Raises TicketError if `owner` has one already.
         """
         known = len(spec.known_tokens)
-        ticket = Ticket(spec, self._names(spec))
+        ticket = Ticket(spec, self._names(spec), output=self._start_output(spec))
         # Where prompt tokens are scored all of them are computed, so all that is held here would be for nothing.
         may_hit = 0 if spec.params.prompt_logprobs is not None else (known - 1) // self._block_size
         with self.lock:
@@ -254,6 +265,10 @@ class Engine:
                 raise TicketError(f"ticket {owner} has {len(blocks)} blocks, not those of {known} tokens")
             if not ticket.is_for(spec):
                 raise TicketError(f"ticket {owner} was reserved for other tokens")
+            output = self._start_output(spec) if ticket.spec is None else ticket.output
+            if output is not None and not output.allows(first_token):
+                raise InvalidRequest("first_token", f"{first_token} does not fit the structured output")
+            sequence.output = output
             sequence.hashes = ticket.hashes
             sequence.num_computed = known
             sequence.take_blocks(blocks)
@@ -262,6 +277,8 @@ class Engine:
             self._enter(sequence)
             self._publish(sequence)
             index = sequence.generated
+            if output is not None:
+                output.take_sampled(first_token)
             finish = sequence.append(first_token)
             self._echoes.append(TokenOut(spec.key, 0, index, first_token, finish))
             if finish is not None:
@@ -341,6 +358,11 @@ class Engine:
                 token = sampled.get(key)
                 if token is not None and not 0 <= token < self.model.vocab_size:
                     rejected.append((key, self._reject(sequence, token)))
+                    continue
+                if token is not None and (problem := _off_structure(sequence, token)) is not None:
+                    sequence.abort()
+                    self._leave(sequence)
+                    rejected.append((key, problem))
                     continue
                 preempt, replay = sequence.recomputed(start, end)
                 self._recomputed["preempt"] += preempt
@@ -430,6 +452,8 @@ class Engine:
     def close(self, timeout_s: float = 10.0) -> bool:
         """End copies to and from host memory, and their thread; True if it has ended within `timeout_s`. The engine
         must not be used any more. Idempotent."""
+        if self._guards is not None:
+            self._guards.close()
         return self._swap.close(timeout_s)
 
     def drain_cache_events(self) -> CacheEvents:
@@ -461,6 +485,14 @@ class Engine:
     def _new_sequence(self, spec: RequestSpec, kind: SequenceKind) -> Sequence:
         root = self._root(spec) if self._prefix_cache else None
         return Sequence(spec, kind, block_size=self._block_size, now=self._clock.now(), root=root)
+
+    def _start_output(self, spec: RequestSpec) -> OutputState | None:
+        """Where the request's structured output stands after what was delivered; None if the output is free."""
+        output = spec.params.structured_output
+        if output is None:
+            return None
+        assert self._guards is not None, "checked before"
+        return self._guards.start(output, spec.params, spec.delivered)
 
     def _root(self, spec: RequestSpec) -> bytes:
         return chain_root(self.geometry.model_digest, salt=spec.cache_salt)
@@ -512,7 +544,8 @@ class Engine:
             chunks.append(Chunk(key, start, end, start < sequence.num_known, block_ids))
             parts.append(Part(sequence, num_tokens))
         self._book_admissions(decision.admitted)
-        step_input = build_step(self._step_id, parts, self._block_size)
+        make_masks = None if self._guards is None else self._guards.masks
+        step_input = build_step(self._step_id, parts, self._block_size, make_masks)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
         sampled = tuple(part.sequence.key for part in parts if part.samples)
         scored = tuple(span for part in parts if (span := part.scored) is not None)
@@ -648,3 +681,9 @@ class Engine:
             self._blocks.release(owner)
         elif self._blocks.blocks_of(owner) and owner not in self._deferred:
             self._deferred.append(owner)
+
+
+def _off_structure(sequence: Sequence, token: int) -> InvalidRequest | None:
+    """Take a sampled token into the sequence's structured output; why it cannot be, if that is so."""
+    output = sequence.output
+    return None if output is None or output.take_sampled(token) else output.failure

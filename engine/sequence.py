@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 from engine.token_rules import SequenceRules
 from pdcore.hashing import block_hashes
 from pdcore.types import FinishReason, RequestSpec
+
+if TYPE_CHECKING:  # this module is pure
+    from engine.structured import OutputState
 
 
 class SequenceKind(StrEnum):
@@ -109,6 +113,7 @@ class Sequence:
         "num_published",
         "num_scored",
         "num_tokens",
+        "output",
         "phase",
         "preempt_until",
         "preempted",
@@ -155,6 +160,7 @@ class Sequence:
         self.exact = True  # no KV in its blocks came through a codec that changes numbers
         self.cached_tokens = 0  # of the prompt: taken from the prefix cache when it first got blocks
         self.stop_tokens = frozenset(spec.params.stop_token_ids)
+        self.output: OutputState | None = None  # where a structured output stands
         prompt, output = self.buffer[: self.num_prompt], self.buffer[self.num_prompt : self.num_known]
         self.rules = SequenceRules.of(spec.params, prompt, output, total)
         # Nothing stands before the first token that could make it likely.
@@ -318,7 +324,7 @@ class Sequence:
         self.credit -= 1
         self.preempted = False
         reason: FinishReason | None = None
-        if token in self.stop_tokens:
+        if token in self.stop_tokens or (self.output is not None and self.output.complete):
             reason = FinishReason.STOP
         elif self.generated >= self.spec.params.max_tokens:
             reason = FinishReason.LENGTH

@@ -1,4 +1,4 @@
-"""Changing logits before a token is sampled: bias, penalties, and tokens that may not be sampled.
+"""Changing logits before a token is sampled: masks, bias, penalties, and tokens that may not be sampled.
 
 All of it is elementwise on (row, token) pairs, so a row's result depends on that row alone.
 """
@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.token_masks import MaskFields, keep_allowed
 from engine.token_rules import LogitRules, Pairs
 
 
-class ShapingFields(Protocol):
+class ShapingFields(MaskFields, Protocol):
     """The fields of `engine.step.StepInput` that this reads; shapes and dtypes are described there."""
 
     @property
@@ -35,9 +36,10 @@ class Shaped(NamedTuple):
 def shape(logits: torch.Tensor, fields: ShapingFields) -> Shaped | None:
     """Apply what the fields say to `logits`, float32 [R, V], which are not changed. None if they say nothing."""
     rules = fields.rules
+    masked = keep_allowed(logits, fields)
     if rules is None and not len(fields.forbidden_rows):
-        return None
-    logits = logits.clone()
+        return None if masked is logits else Shaped(masked, masked.amax(-1) == -torch.inf)
+    logits = logits.clone() if masked is logits else masked
     if rules is not None:
         _add_bias(logits, rules)
         _penalize(logits, rules)

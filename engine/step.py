@@ -6,8 +6,8 @@ to ranks, or handed to native code in one call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -60,6 +60,9 @@ class StepInput:
         temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0 is off.
         seeds: uint64 [R]. sample_index: int32 [R]. sample_positions: int64 [R], position of the token being sampled.
         forbidden_rows, forbidden_tokens: int32 [F]; pairs (index into the R samples, token) that may not be sampled.
+        mask_rows: int32 [M]; those of the R samples that are limited to certain tokens.
+        mask_bits: uint32 [M, W]; bit ``t % 32`` of word ``t // 32`` is set if token t may be sampled. It is written
+            while the forward pass runs: call `await_masks`, which blocks until it is complete, before reading it.
         rules: what else changes the logits before sampling; None if nothing does.
         logprobs: int32 [R], how many likeliest tokens are wanted of each sample's distribution, before anything
             changes its logits; -1 is none, not even of the sampled token. None if all are -1.
@@ -86,6 +89,9 @@ class StepInput:
     sample_positions: NDArray[np.int64]
     forbidden_rows: NDArray[np.int32]
     forbidden_tokens: NDArray[np.int32]
+    mask_rows: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    mask_bits: NDArray[np.uint32] = field(default_factory=lambda: np.zeros((0, 0), np.uint32))
+    await_masks: Callable[[], None] = lambda: None
     rules: LogitRules | None = None
     logprobs: NDArray[np.int32] | None = None
     scores: ScoreInput | None = None

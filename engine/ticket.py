@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pdcore.types import RequestSpec
+
+if TYPE_CHECKING:  # this module is pure
+    from engine.structured import OutputState
 
 
 class Reservation(NamedTuple):
@@ -30,11 +33,13 @@ class Ticket:
         spec: the request that it is for; None if only the number of its tokens is known.
         hashes: names of the full blocks of what the request knows.
         revoking: its revocation has been asked for.
+        output: where the structured output of the request stands; None if it is free.
     """
 
     spec: RequestSpec | None
     hashes: list[bytes]
     revoking: bool = False
+    output: OutputState | None = None
 
     def is_for(self, spec: RequestSpec) -> bool:
         """Whether KV of `spec` is what was reserved, as far as is known."""

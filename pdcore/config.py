@@ -334,6 +334,12 @@ class WorkerConfig:
             "at least twice heartbeat_s",
         )
         _require(self.drain_timeout_s >= 0, "worker.drain_timeout_s", self.drain_timeout_s, "a number >= 0")
+        _require(
+            self.role is not Role.PREFILL or self.engine.swap_memory == 0,
+            "engine.swap_memory",
+            self.engine.swap_memory,
+            "0 on a prefill worker, whose sequences never give way",
+        )
         for plan in self.faults:
             _require(plan.point in FAULT_POINTS, "worker.faults", plan.point, ", ".join(FAULT_POINTS))
 

@@ -7,6 +7,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from pdcore.step_time import StepTime
+from pdcore.structured import StructuredOutput
 
 PROTOCOL_VERSION = 2
 """Version of the session and KV protocols spoken by this build."""
@@ -61,6 +62,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the sequence; the router adds the model's end tokens unless
             the client asked to ignore them.
         min_tokens: stop tokens are not sampled before this many tokens are generated.
+        structured_output: the form that the output must have; None leaves it free.
         presence_penalty: taken from the logit of every token that has been generated.
         frequency_penalty: taken from it once for each time that it has been generated.
         repetition_penalty: the logit of every token of prompt and output is divided by it if positive, else
@@ -80,6 +82,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    structured_output: StructuredOutput | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

@@ -62,6 +62,7 @@ class PrefillHandler:
         expected = len(spec.known_tokens)
         if ticket.num_tokens != expected:
             raise InvalidRequest("ticket.num_tokens", f"is {ticket.num_tokens}, the prompt has {expected}")
+        self._engine.check_runnable(spec, SequenceKind.PREFILL)  # without the lock, for it may take a while
         with self._lock:
             self._engine.add(spec, SequenceKind.PREFILL)
             self._requests[spec.key] = _Prefill(spec, ticket)

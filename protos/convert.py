@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pdcore.errors import InvalidRequest
 from pdcore.logprobs import Logprobs
 from pdcore.step_time import StepTime
+from pdcore.structured import StructuredOutput, StructureKind
 from pdcore.types import (
     KvEndpoint,
     KvGeometry,
@@ -19,6 +22,9 @@ from pdcore.types import (
     WorkerLoad,
 )
 from protos import kv_pb2, worker_pb2
+
+if TYPE_CHECKING:  # workers speak no public API
+    from protos import generation_pb2
 
 _ROLE_TO_PROTO = {
     Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
@@ -248,6 +254,45 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
     )
 
 
+def structured_to_proto(output: StructuredOutput | None) -> worker_pb2.StructuredOutput | None:
+    if output is None:
+        return None
+    match output.kind:
+        case StructureKind.JSON_OBJECT:
+            return worker_pb2.StructuredOutput(json_object=True)
+        case StructureKind.JSON_SCHEMA:
+            return worker_pb2.StructuredOutput(json_schema=output.sources[0])
+        case StructureKind.REGEX:
+            return worker_pb2.StructuredOutput(regex=output.sources[0])
+        case StructureKind.CHOICE:
+            return worker_pb2.StructuredOutput(choice=worker_pb2.Choice(choices=output.sources))
+        case StructureKind.GRAMMAR:
+            return worker_pb2.StructuredOutput(grammar=output.sources[0])
+
+
+def structured_from_proto(
+    sampling: worker_pb2.WorkerSampling | generation_pb2.Sampling,
+) -> StructuredOutput | None:
+    """None if the output is free. Raises InvalidRequest if the message is there and says nothing."""
+    if not sampling.HasField("structured_output"):
+        return None
+    message = sampling.structured_output
+    field = message.WhichOneof("constraint")
+    if field is None:
+        allowed = ", ".join(kind.value for kind in StructureKind)
+        raise InvalidRequest("sampling.structured_output", f"one of {allowed} must be set")
+    kind = StructureKind(field)
+    match kind:
+        case StructureKind.JSON_OBJECT:
+            if not message.json_object:
+                raise InvalidRequest("sampling.structured_output.json_object", "must be true, or not set")
+            return StructuredOutput(kind)
+        case StructureKind.CHOICE:
+            return StructuredOutput(kind, tuple(message.choice.choices))
+        case _:
+            return StructuredOutput(kind, (getattr(message, field),))
+
+
 def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
     params = spec.params
     return worker_pb2.WorkerRequest(
@@ -264,6 +309,7 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
             seed=params.seed,
             stop_token_ids=params.stop_token_ids,
             min_tokens=params.min_tokens,
+            structured_output=structured_to_proto(params.structured_output),
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,
@@ -284,7 +330,8 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
 
 
 def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
-    """Raises InvalidRequest for an empty prompt, a `max_tokens` or window below 1, or tokens without their bias."""
+    """Raises InvalidRequest for an empty prompt, a `max_tokens` or window below 1, tokens without their bias, or an
+    empty structured output."""
     sampling = message.sampling
     if not message.prompt:
         raise InvalidRequest("prompt", "must have at least one token")
@@ -307,6 +354,7 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
             seed=sampling.seed,
             stop_token_ids=tuple(sampling.stop_token_ids),
             min_tokens=sampling.min_tokens,
+            structured_output=structured_from_proto(sampling),
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,

@@ -348,6 +348,67 @@ class Welcome(google.protobuf.message.Message):
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
 @typing.final
+class Choice(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHOICES_FIELD_NUMBER: builtins.int
+    @property
+    def choices(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """1 to 4096, none empty"""
+
+    def __init__(
+        self,
+        *,
+        choices: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["choices", b"choices"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Choice: typing_extensions.TypeAlias = Choice
+
+@typing.final
+class StructuredOutput(google.protobuf.message.Message):
+    """The form that an output must have (docs/structured-output.md). All of it together is at most 64 KiB."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: builtins.int
+    JSON_OBJECT_FIELD_NUMBER: builtins.int
+    REGEX_FIELD_NUMBER: builtins.int
+    CHOICE_FIELD_NUMBER: builtins.int
+    GRAMMAR_FIELD_NUMBER: builtins.int
+    json_schema: builtins.str
+    """a JSON object"""
+    json_object: builtins.bool
+    """true: any JSON object"""
+    regex: builtins.str
+    """the whole output matches it; at most 8 KiB"""
+    grammar: builtins.str
+    """EBNF, as Lark writes it (rule `start`) or as GBNF (rule `root`)"""
+    @property
+    def choice(self) -> Global___Choice:
+        """the output is one of them"""
+
+    def __init__(
+        self,
+        *,
+        json_schema: builtins.str = ...,
+        json_object: builtins.bool = ...,
+        regex: builtins.str = ...,
+        choice: Global___Choice | None = ...,
+        grammar: builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_constraint: typing_extensions.TypeAlias = typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    _WhichOneofArgType_constraint: typing_extensions.TypeAlias = typing.Literal["constraint", b"constraint"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_constraint) -> _WhichOneofReturnType_constraint | None: ...
+
+Global___StructuredOutput: typing_extensions.TypeAlias = StructuredOutput
+
+@typing.final
 class TokenSequence(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -418,6 +479,7 @@ class WorkerSampling(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
     MIN_TOKENS_FIELD_NUMBER: builtins.int
+    STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: builtins.int
@@ -448,6 +510,10 @@ class WorkerSampling(google.protobuf.message.Message):
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
+    def structured_output(self) -> Global___StructuredOutput:
+        """unset: the output is free"""
+
+    @property
     def bias_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """each once"""
 
@@ -472,6 +538,7 @@ class WorkerSampling(google.protobuf.message.Message):
         seed: builtins.int = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         min_tokens: builtins.int = ...,
+        structured_output: Global___StructuredOutput | None = ...,
         presence_penalty: builtins.float = ...,
         frequency_penalty: builtins.float = ...,
         repetition_penalty: builtins.float | None = ...,
@@ -482,9 +549,9 @@ class WorkerSampling(google.protobuf.message.Message):
         logprobs: builtins.int | None = ...,
         prompt_logprobs: builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "structured_output", b"structured_output"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: typing_extensions.TypeAlias = typing.Literal["logprobs"]
     _WhichOneofArgType__logprobs: typing_extensions.TypeAlias = typing.Literal["_logprobs", b"_logprobs"]

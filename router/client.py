@@ -11,6 +11,7 @@ Failures raise the errors of `pdcore.errors`: InvalidRequest names the field, Ov
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import grpc
 
 from pdcore.logprobs import Logprobs, joined
-from protos import generation_pb2, generation_pb2_grpc
+from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from protos.convert import logprobs_from_proto
 from router.channels import client_options
 from router.wire_errors import error_of
@@ -34,7 +35,11 @@ Event = generation_pb2.GenerateEvent
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """See `Sampling` in generation.proto; None takes the default stated there."""
+    """See `Sampling` in generation.proto; None takes the default stated there.
+
+    At most one of `json_schema` (as text or as an object), `json_object`, `regex`, `choice` and `grammar` says which
+    form the output must have.
+    """
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -46,6 +51,11 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     min_tokens: int | None = None
+    json_schema: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -128,6 +138,7 @@ def _sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         min_tokens=sampling.min_tokens,
+        structured_output=_structured_message(sampling),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
@@ -139,6 +150,21 @@ def _sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
         include_stop_str_in_output=sampling.include_stop_str_in_output,
         skip_special_tokens=sampling.skip_special_tokens,
     )
+
+
+def _structured_message(sampling: Sampling) -> worker_pb2.StructuredOutput | None:
+    schema = sampling.json_schema
+    fields: dict[str, Any] = {
+        "json_schema": schema if schema is None or isinstance(schema, str) else json.dumps(schema),
+        "json_object": sampling.json_object or None,
+        "regex": sampling.regex,
+        "choice": worker_pb2.Choice(choices=sampling.choice) if sampling.choice else None,
+        "grammar": sampling.grammar,
+    }
+    asked = {name: value for name, value in fields.items() if value is not None}
+    if len(asked) > 1:
+        raise ValueError(f"at most one of {', '.join(fields)} may be given, got {' and '.join(asked)}")
+    return worker_pb2.StructuredOutput(**asked) if asked else None
 
 
 def _chat_message(messages: Sequence[Any]) -> generation_pb2.Chat:

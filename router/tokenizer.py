@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from pdcore.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
+from router.structured import StructureCheck
 from router.text import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class TextModel:
         end_token_ids: tokens that end a sequence.
         defaults: generation defaults.
         max_token_chars: no token stands for more characters of text than this.
+        structures: checks structured outputs.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class TextModel:
         self._bytes: dict[tuple[int, bool, bool], bytes | None] = {}
         self._anchor = next(iter(tokenizer.encode("a", add_special_tokens=False).ids), None)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self.structures = StructureCheck(tokenizer.to_str, next(iter(end_token_ids), None))
 
     @classmethod
     def load(cls, folder: Path) -> TextModel:
@@ -123,8 +126,9 @@ class TextModel:
         )
 
     def close(self) -> None:
-        """Stop the thread pool; what is queued there is dropped."""
+        """Stop the threads; what is queued there is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self.structures.close()
 
     @property
     def has_chat_template(self) -> bool:

@@ -371,7 +371,12 @@ class RequestTracker:
             self.delivered.append(token_id)
             if worker_id == self._decode:
                 self.timeline.decode_worker = worker_id
-            if self._sink.push(token_id, finish is FinishReason.STOP, logprobs):
+            # A structured output that is complete stops as well, at a token that belongs to it.
+            params = self.params
+            hidden = finish is FinishReason.STOP and (
+                params.structured_output is None or token_id in params.stop_token_ids
+            )
+            if self._sink.push(token_id, hidden, logprobs):
                 effects += self._end(Outcome(FinishReason.STOP), now, done=worker_id if finish else None)
                 return effects
             if finish is None and len(self.delivered) >= self.params.max_tokens:

@@ -15,6 +15,7 @@ from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
 from pdcore.types import PriorityClass, SamplingParams
 from protos import generation_pb2
+from protos.convert import structured_from_proto
 from router.logit_validation import LogitParams, check_some_allowed, check_token_ids, logit_params
 from router.tokenizer import GenerationDefaults, TextModel
 
@@ -95,6 +96,7 @@ async def validate(
 
     Raises:
         InvalidRequest, UnknownModel: see generation.proto for what is allowed.
+        Overloaded: too many structured outputs wait to be checked.
     """
     check_model(message.model, served_name)
     request_id = _request_id(message.request_id, in_flight)
@@ -120,6 +122,8 @@ async def validate(
         prompt_tokens=len(prompt),
         limits=limits,
     )
+    if params.structured_output is not None:  # last, since it costs most
+        await text_model.structures.check(params.structured_output, limits.vocab_size)
     return GenerationRequest(
         request_id=request_id,
         prompt=tuple(prompt),
@@ -321,6 +325,7 @@ def _params(
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         stop_token_ids=stops,
         min_tokens=min_tokens,
+        structured_output=structured_from_proto(sampling),
         presence_penalty=logits.presence_penalty,
         frequency_penalty=logits.frequency_penalty,
         repetition_penalty=logits.repetition_penalty,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent import futures
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,6 +26,7 @@ from engine.engine import Engine
 from engine.loader import load_runner
 from engine.sequence import SequenceKind
 from engine.step import ModelRunner
+from engine.structured import OutputGuards
 from kv_transfer.codecs.registry import worker_codecs
 from kv_transfer.native.library import native_status
 from kv_transfer.negotiation import may_use
@@ -111,6 +113,7 @@ class WorkerRuntime:
             self.clock,
             on_pressure=self._revoke,
             max_reserved_fraction=config.transfer.max_reserved_fraction,
+            guards=OutputGuards.load(Path(config.engine.model_path), runner.model.vocab_size),
             prefer_swap=config.role is Role.DECODE,
             on_copied=self._wake,
             on_crash=self.crashed,

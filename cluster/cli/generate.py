@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import grpc
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect, fail, failed_call
 from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
+from cluster.cli.structured import structured_output
 from cluster.timeline import Answer, timeline_table
 from protos import generation_pb2, generation_pb2_grpc
 
@@ -39,6 +41,15 @@ def generate(
     stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
     min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="The output is JSON that fits the schema in this file.", metavar="FILE")
+    ] = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="The output is a JSON object.")] = False,
+    regex: Annotated[str | None, typer.Option(help="The output matches this regular expression.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The output is this string; may be repeated.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="The output follows the EBNF in this file (Lark or GBNF).", metavar="FILE")
+    ] = None,
     include_stop: Annotated[
         bool, typer.Option("--include-stop", help="Show the stop string or token that ended it.")
     ] = False,
@@ -84,6 +95,8 @@ def generate(
 
       cat essay.txt | pdserve generate --max-tokens 200 --temperature 0
 
+      pdserve generate --chat "Is 91 prime?" --choice yes --choice no
+
       pdserve generate --token-ids "504 3575 282" --json --address 127.0.0.1:50051
     """
     if system is not None and not chat:
@@ -106,6 +119,7 @@ def generate(
     }
     texts = {"--model": model, "--request-id": request_id, "--cache-salt": cache_salt, "--kv-codec": kv_codec}
     texts |= {"--system": system or "", "the prompt": prompt or ""}
+    texts |= {"--regex": regex or "", "--choice": "".join(choice or ())}
     texts |= {"--stop": "".join(stop or ()), "--bad-word": "".join(bad_word or ())}
     for name, text in texts.items():
         if not _is_text(text):
@@ -123,6 +137,9 @@ def generate(
             bad_words=bad_word or [],
         )
     )
+    structured = structured_output(json_schema, json_object, regex, choice, grammar)
+    if structured is not None:
+        request.sampling.structured_output.CopyFrom(structured)
     for entry in logit_bias or ():
         _set_bias(request.sampling, entry)
     for name, value in {**sampling, "stop_token": stop_token, "allowed_token": allowed_token}.items():

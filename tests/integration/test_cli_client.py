@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 import pytest
@@ -147,6 +148,37 @@ def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
             prompt_logprobs=3,
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--json-object",), {"json_object": True}),
+        (("--regex", "[a-z]+"), {"regex": "[a-z]+"}),
+        (("--choice", "yes", "--choice", "no"), {"choice": worker_pb2.Choice(choices=["yes", "no"])}),
+        (("--json-schema", "FILE"), {"json_schema": "of a file"}),
+        (("--grammar", "FILE"), {"grammar": "of a file"}),
+    ],
+)
+def test_generate_asks_for_a_form(
+    flags: tuple[str, ...], expected: dict[str, object], cluster: ScriptedCluster, tmp_path: Path
+) -> None:
+    file = tmp_path / "form"
+    file.write_text("of a file")
+    run = Run("generate", "Why?", "--address", cluster.address, *(str(file) if f == "FILE" else f for f in flags))
+    assert run.code == 0, run.err
+    asked = cluster.requests[0].sampling.structured_output
+    assert asked == worker_pb2.StructuredOutput(**expected)  # type: ignore[arg-type]
+
+
+def test_generate_refuses_two_forms_and_files_that_are_not_there(cluster: ScriptedCluster) -> None:
+    run = Run("generate", "Why?", "--address", cluster.address, "--regex", "a", "--json-object")
+    assert run.code == 2
+    assert "--json-object and --regex exclude each other" in run.err
+    run = Run("generate", "Why?", "--address", cluster.address, "--json-schema", "/nowhere/s.json")
+    assert run.code == 2
+    assert "--json-schema: cannot read" in run.err
+    assert not cluster.requests
 
 
 def test_generate_sends_zero_and_leaves_out_what_is_not_given(cluster: ScriptedCluster) -> None:

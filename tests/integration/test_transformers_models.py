@@ -10,9 +10,14 @@ import torch
 
 from engine.loader import load_runner
 from engine.models.transformers_model import TransformersModel
-from pdcore.config import EngineConfig
+from pdcore.config import EngineConfig, SchedulerConfig
 from pdcore.errors import ConfigError, ModelError, UnsupportedModel
+from pdcore.types import Role
+from tests.support.generate import generate
+from tests.support.local_cluster import LocalCluster
 from tests.support.model_oracle import Oracle, greedy_equals, random_walk, runner_for, tokens_of
+from tests.support.processes import worker_config
+from tests.support.reference import divergences
 from tests.support.steps import ManualDriver, ManualSequence, Part
 from tests.support.tiny_families import VOCAB, tiny_checkpoint
 from tests.support.tiny_model import tiny_llama
@@ -114,6 +119,22 @@ def test_progress_rises_as_layers_come_into_the_cache(tmp_path: Path) -> None:
     runner.progress = Recorder()  # type: ignore[assignment]
     driver.run([Part(sequence, 20, sample=False)])
     assert seen == [(done, [n < done for n in range(3)]) for done in range(4)]
+
+
+def test_a_model_is_served_by_two_pools(tmp_path: Path) -> None:
+    """The prompt travels chunk by chunk as it is computed; the second request begins with the KV of the first."""
+    path = tiny_llama(tmp_path / "model")  # for its tokenizer
+    tiny_checkpoint(path, "gemma2", head_dim=16, sliding_window=21, attn_logit_softcapping=2.0)
+    scheduler = SchedulerConfig(max_num_batched_tokens=64, prefill_chunk_tokens=64, local_prefill_tokens=0)
+    configs = [worker_config(path, role, scheduler=scheduler) for role in (Role.PREFILL, Role.DECODE)]
+    with LocalCluster(path, tmp_path, configs, forked=True) as cluster:
+        for prompt in (tokens_of(150, 1), tokens_of(150, 1)[:100] + tokens_of(50, 2)):
+            outcome = generate(cluster.address, prompt, 20)
+            assert outcome.end is not None, outcome
+            assert (outcome.end.timeline.mode, len(outcome.tokens)) == ("disaggregated", 20)
+            assert all(near.margin < 1e-3 for near in divergences(Oracle(path).model, prompt, outcome.tokens))
+        assert outcome.end.usage.cached_tokens == 96
+        cluster.assert_baseline(10.0)
 
 
 def test_a_native_model_can_be_forced_through_transformers(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 from engine.engine import Engine, SequenceKind, StepResult, TokenOut
 from engine.step import KvCache
+from engine.structured import OutputGuards
 from engine.swap import Copier, Copy, ThreadCopier
 from pdcore.clock import Clock, ManualClock
 from pdcore.config import EngineConfig, SchedulerConfig
+from pdcore.structured import StructuredOutput
 from pdcore.types import PriorityClass, RequestKey, RequestSpec, SamplingParams
 from tests.support.fake_runner import FakeRunner
 
@@ -25,6 +27,7 @@ def make_engine(
     local_prefill_tokens: int = 64,
     on_pressure: Callable[[str], None] | None = None,
     clock: Clock | None = None,
+    guards: OutputGuards | None = None,
     swap_blocks: int = 0,
     preemption: str = "auto",
     prefer_swap: bool = False,
@@ -53,6 +56,7 @@ def make_engine(
         clock or ManualClock(),
         pressure,
         max_reserved_fraction,
+        guards=guards,
         prefer_swap=prefer_swap,
         on_copied=on_copied,
         make_copier=ThreadCopier if copier is None else copier.attach,
@@ -108,6 +112,7 @@ def request(
     min_p: float = 0.0,
     vocab_size: int = 256,
     salt: str = "",
+    structured: StructuredOutput | None = None,
     tenant: str = "",
     priority: PriorityClass = PriorityClass.STANDARD,
     **params_extra: object,
@@ -128,6 +133,7 @@ def request(
         seed=seed,
         stop_token_ids=tuple(stop),
         min_tokens=min_tokens,
+        structured_output=structured,
         **params_extra,  # type: ignore[arg-type]
     )
     return RequestSpec(

@@ -9,7 +9,7 @@ can gather and scatter as a real one, so that two fake runners can stand at the 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -93,7 +93,10 @@ class FakeRunner:
         for layer in range(self.geometry.num_layers):
             self.cache.data[slots, layer] = values[layer].permute(1, 0, 2, 3)
             self.progress.layers_done = layer + 1
-        sampled = [self._sample(step, r) for r in range(len(step.sample_rows))]
+        step.await_masks()
+        bits = np.unpackbits(step.mask_bits.view(np.uint8), axis=1, bitorder="little").astype(bool)
+        allowed = {int(r): row[: self.model.vocab_size] for r, row in zip(step.mask_rows, bits, strict=True)}
+        sampled = [self._sample(step, r, allowed) for r in range(len(step.sample_rows))]
         self._last_sampled[step.sample_slots] = sampled
         self.steps += 1
         self.computed += len(tokens)
@@ -115,13 +118,15 @@ class FakeRunner:
             digest = _extend(digest, int(tokens[t]), int(step.positions[t]))
             digests[t] = digest
 
-    def _sample(self, step: StepInput, r: int) -> int:
+    def _sample(self, step: StepInput, r: int, allowed: dict[int, NDArray[np.bool_]]) -> int:
         s = int(np.searchsorted(step.query_start, step.sample_rows[r], side="right")) - 1
         context = self.cache.gather(
             0, self.geometry.num_layers, step.block_tables[s].tolist(), 0, int(step.context_lens[s])
         )
         seed = int(step.seeds[r]) if step.temperature[r] > 0 else 0
-        forbidden = step.forbidden_tokens[step.forbidden_rows == r].tolist()
+        forbidden = set(step.forbidden_tokens[step.forbidden_rows == r].tolist())
+        if r in allowed:
+            forbidden.update(np.flatnonzero(~allowed[r]).tolist())
         position = int(step.sample_positions[r])
         return _choose(context, seed, int(step.sample_index[r]), position, forbidden, self.model.vocab_size)
 
@@ -206,6 +211,8 @@ def check_step(step: StepInput, geometry: KvGeometry, max_num_seqs: int) -> None
         ("sample_positions", np.int64, (rows,)),
         ("forbidden_rows", np.int32, (len(step.forbidden_tokens),)),
         ("forbidden_tokens", np.int32, (len(step.forbidden_tokens),)),
+        ("mask_rows", np.int32, (len(step.mask_rows),)),
+        ("mask_bits", np.uint32, (len(step.mask_rows), step.mask_bits.shape[1])),
     ):
         array = getattr(step, name)
         assert (array.dtype, array.shape) == (np.dtype(dtype), shape), (name, array.dtype, array.shape)
@@ -243,7 +250,7 @@ def _extend(digest: int, token: int, position: int) -> int:
 
 
 def _choose(
-    context: torch.Tensor, seed: int, sample: int, position: int, forbidden: Sequence[int], vocab_size: int
+    context: torch.Tensor, seed: int, sample: int, position: int, forbidden: Collection[int], vocab_size: int
 ) -> int:
     digest = zlib.crc32(context.view(torch.uint8).numpy().tobytes())
     token = zlib.crc32(b"%d,%d,%d,%d" % (digest, seed, sample, position)) % vocab_size

@@ -35,6 +35,12 @@ class Fields:
     forbidden_tokens: np.ndarray
     rules: LogitRules | None = None
 
+    mask_rows = np.zeros(0, np.int32)  # masks have tests of their own
+    mask_bits = np.zeros((0, 0), np.uint32)
+
+    def await_masks(self) -> None:
+        raise AssertionError("there are none")
+
     def rows(self, chosen: list[int]) -> Fields:
         per_row = {
             name: getattr(self, name)[chosen]

@@ -18,10 +18,10 @@ from engine.preemption import STALL_S
 from engine.sequence import Sequence as EngineSequence
 from engine.swap import Copy, CopyCancelled, HostKv, ThreadCopier
 from pdcore.clock import ManualClock
-from pdcore.config import EngineConfig
+from pdcore.config import EngineConfig, WorkerConfig
 from pdcore.errors import ConfigError, InvalidRequest
 from pdcore.hashing import block_hashes, chain_root
-from pdcore.types import RequestKey, RequestSpec, WorkerLoad
+from pdcore.types import RequestKey, RequestSpec, Role, WorkerLoad
 from protos.convert import load_from_proto, load_to_proto
 from tests.support.engine_kit import (
     ManualCopier,
@@ -267,27 +267,62 @@ class TestTheWayThereAndBack:
             assert swap_module.front_left_behind(sequence, blocks) == left
 
     def test_kv_of_a_lossy_codec_comes_back_as_it_was(self) -> None:
-        """The prefix cache has the exact KV of the same tokens: it must not be mixed in."""
-        runner, there, copier = FakeRunner(num_blocks=8, block_size=4), FakeRunner(), ManualCopier()
-        engine = make_engine(runner, swap_blocks=20, preemption="swap", copier=copier, max_reserved_fraction=1.0)
-        old, young = request("old", 5, 28), request("young", 9, 14)
-        engine.add(old, GENERATE)
-        tokens = list(step(engine).tokens)  # type: ignore[union-attr]
+        """The prefix cache has come to have the exact KV of the same tokens: it must not be mixed in."""
+        runner, there, copier = FakeRunner(num_blocks=6, block_size=4), FakeRunner(), ManualCopier()
+        clock = ManualClock()
+        engine = make_engine(
+            runner, swap_blocks=20, preemption="swap", copier=copier, max_reserved_fraction=1.0, clock=clock
+        )
+        spec, twin = request("lossy", prompt_of(0, 9), 8, window=2), request("twin", prompt_of(0, 9), 3)
         blocks = engine.reserve_ticket("t", 9)
         assert blocks is not None
-        engine.commit_ticket(
-            "t", young, prefill_and_transfer(make_engine(there), there, runner, young, blocks), exact=False
-        )
+        first = prefill_and_transfer(make_engine(there), there, runner, spec, blocks)
+        engine.commit_ticket("t", spec, first, exact=False)
+        tokens = run(engine)
+        clock.advance(STALL_S)
+        assert engine.reserve_ticket("more", 15) is None
         tokens += until_copy(engine, copier)
         assert copier.waiting[0].token_start == 0
         copier.finish()
+        engine.add(twin, GENERATE)
+        tokens += run(engine)
+        names = block_hashes(chain_root(runner.model.digest), list(spec.prompt), 4)
+        assert set(names) <= set(engine.cached_names())
+        engine.add_credit(spec.key, 2)
         tokens += until_copy(engine, copier)
         assert copier.waiting[0].token_start == 0
-        tokens += run(engine, copier=copier)
-        check_exact(runner, tokens, [old, young])
+        while len(tokens) < 11:
+            tokens += run(engine, copier=copier)
+            engine.add_credit(spec.key, 2)
+        check_exact(runner, tokens, [spec, twin])
         assert not engine.load().recomputed_tokens["preempt"]
-        names = block_hashes(chain_root(runner.model.digest), [*young.prompt, *oracle(runner, young)[0]], 4)
-        assert not set(names) & set(engine.cached_names())
+        at_rest(engine)
+
+
+class TestHysteresis:
+    def test_nobody_is_thrown_out_again_while_it_recovers(self) -> None:
+        """Its tokens are computed again one by one, while an older one comes to need all blocks that there are."""
+        runner = FakeRunner(num_blocks=13, block_size=4)
+        engine = make_engine(runner, budget=3, max_num_seqs=3, chunk=1, prefix_cache=False)
+        old, other, young = request("old", 3, 40), request("other", 3, 30), request("young", 20, 20)
+        for spec in (old, other, young):
+            engine.add(spec, GENERATE)
+        tokens: list[TokenOut] = []
+        while not engine.load().preemptions:
+            tokens += step(engine).tokens  # type: ignore[union-attr]
+        assert engine.block_table(young.key) is None
+        engine.abort(other.key)
+        got = sum(token.key == young.key for token in tokens)
+        waited = 0
+        while sum(token.key == young.key for token in tokens) == got:
+            result = step(engine)
+            assert result is not None
+            tokens += result.tokens
+            waited += all(token.key != old.key for token in result.tokens)
+            assert engine.load().preemptions == 1
+        assert waited > 1, "the old one sat out"
+        tokens += run(engine)
+        check_exact(runner, tokens, [old, young])
         at_rest(engine)
 
 
@@ -452,13 +487,24 @@ class TestStalledClients:
 class TestAuto:
     """The choice follows what has been measured."""
 
-    def chosen(self, copy_bytes_s: float, prefill_tokens_s: float, prefer_swap: bool) -> bool:
+    def chosen(
+        self,
+        copy_bytes_s: float,
+        prefill_tokens_s: float,
+        *,
+        prefer_swap: bool = False,
+        prefix_cache: bool = False,
+        old_tokens: int = 28,
+    ) -> bool:
+        """Whether the young one of two is swapped, of 19 or 20 tokens; the old one comes to have `old_tokens`."""
         runner, copier = FakeRunner(num_blocks=8, block_size=4), ManualCopier()
-        engine = make_engine(runner, swap_blocks=20, prefix_cache=False, copier=copier, prefer_swap=prefer_swap)
+        engine = make_engine(
+            runner, swap_blocks=20, prefix_cache=prefix_cache, copier=copier, prefer_swap=prefer_swap
+        )
         engine._swap.out_speed.add(1e3 * copy_bytes_s, 1e3)
         engine._swap.in_speed.add(1e3 * copy_bytes_s, 1e3)
         engine._swap.prefill_speed.add(1e3 * prefill_tokens_s, 1e3)
-        for spec in (request("old", 5, 28), request("young", 13, 14)):
+        for spec in (request("old", 5, old_tokens), request("young", 12, 14)):
             engine.add(spec, GENERATE)
         while not engine.load().preemptions:
             step(engine)
@@ -466,10 +512,15 @@ class TestAuto:
 
     def test_swap_or_recompute(self) -> None:
         per_token = FakeRunner().geometry.bytes_per_token
-        assert self.chosen(200 * per_token, 90, prefer_swap=False), "100 tokens/s there and back"
-        assert not self.chosen(200 * per_token, 110, prefer_swap=False)
+        assert self.chosen(200 * per_token, 90), "100 tokens/s there and back"
+        assert not self.chosen(200 * per_token, 110)
         assert self.chosen(200 * per_token, 390, prefer_swap=True), "a decode worker would rather swap"
         assert not self.chosen(200 * per_token, 410, prefer_swap=True)
+
+    def test_what_the_prefix_cache_will_keep_counts(self) -> None:
+        per_token = FakeRunner().geometry.bytes_per_token
+        assert self.chosen(200 * per_token, 90, prefix_cache=True), "the old one can come to need all that comes free"
+        assert not self.chosen(200 * per_token, 90, prefix_cache=True, old_tokens=12), "one block is all it lacks"
 
     def test_copies_and_prefills_are_measured(self) -> None:
         pressed = Pressed()
@@ -499,6 +550,8 @@ class TestConfiguration:
             EngineConfig("m", "m", preemption="drop")
         with pytest.raises(ConfigError, match=">= 0"):
             EngineConfig("m", "m", swap_memory=-1)
+        with pytest.raises(ConfigError, match="0 on a prefill worker"):
+            WorkerConfig("p", Role.PREFILL, EngineConfig("m", "m", swap_memory=1 << 20))
 
     def test_host_memory_for_less_than_a_block_is_refused(self) -> None:
         runner = FakeRunner()
