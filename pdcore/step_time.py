@@ -12,7 +12,8 @@ The fit is a least-squares one of *relative* errors, so that decodes of 20 ms co
 with coefficients that are never negative. Samples are kept by size, in powers of two of their tokens, and only those
 of the same size make each other fade: a long stretch of decodes does not make the model forget what a prompt costs. A
 sample far off is taken as far as it is plausible, so one stall of the machine changes little, and a machine that
-stays slow is believed after some two dozen steps of each size.
+stays slow is believed after some two dozen steps of each size. Until then, and where the formula is not the whole
+truth, predictions are scaled by how the last few steps compared to it (`drift`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ RECENT = 5
 FENCE = 0.5
 """How much slower or faster than expected a step was counts up to this far from the median of the last few of its
 size."""
+MAX_DRIFT = 4.0
+"""Predictions are scaled by no more than this, either way."""
 MIN_STEPS = 4
 """Steps before anything is predicted."""
 REACH = 2
@@ -58,6 +61,7 @@ class StepTime:
         base_ms, token_ms, attended_ms: a, b and c of the module, in milliseconds.
         error: mean of |real - predicted| / predicted over late steps.
         steps: steps seen. largest: tokens of the largest of them.
+        drift: median of real time over what the coefficients say, of the last few steps; predictions have it in them.
     """
 
     base_ms: float = 0.0
@@ -66,6 +70,7 @@ class StepTime:
     error: float = 0.0
     steps: int = 0
     largest: int = 0
+    drift: float = 1.0
 
     @property
     def known(self) -> bool:
@@ -79,7 +84,7 @@ class StepTime:
 
     def predict_ms(self, shape: StepShape) -> float:
         """What a step of that shape should take, in milliseconds."""
-        return self.base_ms + self.token_ms * shape.tokens + self.attended_ms * shape.attended
+        return self.drift * (self.base_ms + self.token_ms * shape.tokens + self.attended_ms * shape.attended)
 
 
 @dataclass(slots=True)
@@ -117,6 +122,7 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._sizes: dict[int, _Samples] = {}
         self._fitted = StepTime()
+        self._ratios: deque[float] = deque(maxlen=RECENT)
 
     @property
     def fitted(self) -> StepTime:
@@ -131,8 +137,10 @@ class StepTimeModel:
         error = before.error
         samples = self._sizes.setdefault(shape.tokens.bit_length(), _Samples())
         if before.known:
-            expected = max(before.predict_ms(shape), 1e-6)
-            error += ERROR_FADE * (abs(ms - expected) / expected - error)
+            predicted = max(before.predict_ms(shape), 1e-6)
+            error += ERROR_FADE * (abs(ms - predicted) / predicted - error)
+            expected = predicted / before.drift
+            self._ratios.append(min(max(ms / expected, 1 / MAX_DRIFT), MAX_DRIFT))
             ms = samples.plausible(ms, expected)
         samples.add(shape, ms)
         weighted = [(samples.weight, samples) for samples in self._sizes.values()]
@@ -141,7 +149,8 @@ class StepTimeModel:
             [sum(weight * samples.xy[i] for weight, samples in weighted) for i in range(3)],
         )
         largest = max(before.largest, shape.tokens)
-        self._fitted = StepTime(base, token, attended, error, before.steps + 1, largest)
+        drift = sorted(self._ratios)[len(self._ratios) // 2] if len(self._ratios) == RECENT else 1.0
+        self._fitted = StepTime(base, token, attended, error, before.steps + 1, largest, drift)
 
 
 def fit(xx: Sequence[float], xy: Sequence[float]) -> Row:

@@ -209,6 +209,7 @@ def step_time_to_proto(model: StepTime) -> worker_pb2.StepTime:
         error=model.error,
         steps=model.steps,
         largest=model.largest,
+        drift=model.drift,
     )
 
 
@@ -220,6 +221,7 @@ def step_time_from_proto(message: worker_pb2.StepTime) -> StepTime:
         error=message.error,
         steps=message.steps,
         largest=message.largest,
+        drift=message.drift or 1.0,
     )
 
 

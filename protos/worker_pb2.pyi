@@ -819,7 +819,9 @@ Global___SessionCommand: typing_extensions.TypeAlias = SessionCommand
 
 @typing.final
 class StepTime(google.protobuf.message.Message):
-    """What a worker's steps take: base_ms + token_ms * tokens + attended_ms * sum(tokens * context), fitted as it runs."""
+    """What a worker's steps take: drift * (base_ms + token_ms * tokens + attended_ms * sum(tokens * context)), fitted as it
+    runs.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -829,6 +831,7 @@ class StepTime(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     STEPS_FIELD_NUMBER: builtins.int
     LARGEST_FIELD_NUMBER: builtins.int
+    DRIFT_FIELD_NUMBER: builtins.int
     base_ms: builtins.float
     token_ms: builtins.float
     attended_ms: builtins.float
@@ -838,6 +841,8 @@ class StepTime(google.protobuf.message.Message):
     """that it was learned from; says nothing below 4"""
     largest: builtins.int
     """tokens of the largest of them"""
+    drift: builtins.float
+    """median of real time over what the coefficients say, of the last few steps"""
     def __init__(
         self,
         *,
@@ -847,8 +852,9 @@ class StepTime(google.protobuf.message.Message):
         error: builtins.float = ...,
         steps: builtins.int = ...,
         largest: builtins.int = ...,
+        drift: builtins.float = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attended_ms", b"attended_ms", "base_ms", b"base_ms", "error", b"error", "largest", b"largest", "steps", b"steps", "token_ms", b"token_ms"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attended_ms", b"attended_ms", "base_ms", b"base_ms", "drift", b"drift", "error", b"error", "largest", b"largest", "steps", b"steps", "token_ms", b"token_ms"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___StepTime: typing_extensions.TypeAlias = StepTime

@@ -67,7 +67,7 @@ def test_a_stall_of_the_machine_changes_little() -> None:
     before = model.fitted
     model.observe(StepShape(4, 2000), 100 * before.predict_ms(StepShape(4, 2000)))
     for shape in shapes(rng, 50):
-        assert model.fitted.predict_ms(shape) == pytest.approx(before.predict_ms(shape), rel=0.1)
+        assert model.fitted.predict_ms(shape) == pytest.approx(before.predict_ms(shape), rel=0.2)
 
 
 def test_a_machine_that_stays_slow_is_believed() -> None:
@@ -77,6 +77,25 @@ def test_a_machine_that_stays_slow_is_believed() -> None:
         model.observe(shape, 5 * TRUTH.predict_ms(shape))
     for shape in shapes(rng, 50):
         assert model.fitted.predict_ms(shape) == pytest.approx(5 * TRUTH.predict_ms(shape), rel=0.2)
+
+
+def test_where_the_formula_is_not_the_whole_truth_the_last_steps_count() -> None:
+    """Prompts whose tokens cost more the longer the context is, by more than the formula has."""
+
+    def real(shape: StepShape) -> float:
+        return TRUTH.predict_ms(shape) + 3e-9 * shape.attended**2
+
+    rng = random.Random(6)
+    model = learned([(shape, TRUTH.predict_ms(shape)) for shape in shapes(rng, 100)])
+    off = []
+    for context in range(100, 6000, 100):
+        shape = StepShape(108, 8 * 500 + 100 * context)
+        off.append(real(shape) / model.fitted.predict_ms(shape))
+        model.observe(shape, real(shape))
+    assert all(0.85 < ratio < 1.15 for ratio in off[10:])
+    for shape in shapes(rng, 5):
+        model.observe(shape, 50 * model.fitted.predict_ms(shape))
+    assert model.fitted.drift == 4.0, "no prediction is scaled without bounds"
 
 
 def test_long_decoding_does_not_make_it_forget_what_a_prompt_costs() -> None:
