@@ -524,9 +524,9 @@ class Dispatcher:
 
     def _give_up_stranded(self, now: float) -> None:
         """There are workers, but for the whole grace none that could ever take a request: it ends."""
+        if not self.pool.route_possible:
+            return  # `_give_up_waiting` sees to that, and names the cause
         workers = self.pool.snapshots()
-        if not workers:
-            return  # `_give_up_waiting` sees to that
         for active in [a for a in map(self._active.get, self._queue.waiting()) if a is not None]:
             since = active.no_route_since
             if since is None or now < since + self._no_route_grace_s:
