@@ -570,7 +570,7 @@ class Engine:
         stay = [s.spec.priority for s in self._sequences.values() if s.num_blocks == 0]
         for key in admitted:
             sequence = self._sequences[key]
-            spec, again = sequence.spec, sequence.chunks > 1
+            spec, again = sequence.spec, sequence.chunks > 1 or sequence.preempted
             entry = Waiting(sequence.arrival, sequence.remaining, spec.tenant, spec.priority, again)
             self._queue.started(entry, stay)
 

@@ -134,7 +134,8 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
         arrival=sequence.arrival,
         tenant=sequence.spec.tenant,
         priority=sequence.spec.priority,
-        again=sequence.chunks > 0,
+        # One that came by a ticket may have lost its blocks before it was in a step.
+        again=sequence.chunks > 0 or sequence.preempted,
         yields=may_yield(sequence),
     )
 

@@ -61,12 +61,14 @@ class Pair:
         """Both workers hold nothing."""
         for session, worker in ((self.p, self.prefill_worker), (self.d, self.decode_worker)):
 
-            def free(session: SessionClient = session) -> bool:
+            def free(session: SessionClient = session, worker: PrefillWorker | DecodeWorker = worker) -> bool:
                 load = session.load
                 return (
                     load is not None
                     and load.free_blocks == load.total_blocks
                     and not load.open_tickets + load.open_sends
+                    # A report can be older than what has begun since: ask the worker itself as well.
+                    and not worker.runtime.handler.held()
                 )
 
             session.wait(free, 8.0, f"{worker.config.worker_id} at its baseline, last {session.load}")
