@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from engine.native.linear import narrow_linear
+from engine.native.linear import NarrowLinear, narrow_linear
 
 _PACK_ROWS = 512  # oneDNN picks a layout for about this many rows; it serves small batches as well
 
@@ -35,40 +35,66 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """`weight` [out, in] and `bias` [out], contiguous, in the compute dtype."""
         self._bias = bias
-        self._narrow = narrow_linear(weight) if weight.dtype is torch.float32 else None
-        if self._narrow is not None:
-            self.is_packed = True
-            return
-        packed = _packed(weight)
-        self.is_packed = packed is not None
-        self._weight = weight if packed is None else packed
+        narrow = narrow_linear(weight) if weight.dtype is torch.float32 else None
+        self._product: NarrowLinear | _PackedLinear | _PlainLinear = (
+            narrow or _PackedLinear.of(weight) or _PlainLinear(weight)
+        )
+
+    @property
+    def is_packed(self) -> bool:
+        """The weight is in another layout than it came in."""
+        return not isinstance(self._product, _PlainLinear)
+
+    @property
+    def is_narrow(self) -> bool:
+        """The weight is kept in bfloat16, though the arithmetic is float32."""
+        return isinstance(self._product, NarrowLinear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` [rows, in] -> [rows, out]."""
-        if self._narrow is not None:
-            return self._narrow(x, self._bias)
-        if self.is_packed:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return out
-        return F.linear(x, self._weight, self._bias)
+        return self._product(x, self._bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``residual + linear(x)``; `residual` [rows, out] is left as it is."""
-        if self._narrow is not None:
-            return self._narrow(x, self._bias, residual)
-        if self.is_packed:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-                x, residual, self._weight, self._bias, "add"
-            )
-            return out
-        return F.linear(x, self._weight, self._bias).add_(residual)
+        return self._product(x, self._bias, residual)
 
 
-def _packed(weight: torch.Tensor) -> torch.Tensor | None:
-    try:
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        # Tried once here, so that a build that packs but cannot multiply is found out now.
-        torch.ops.mkldnn._linear_pointwise(weight[:1], packed, None, "none", [], "")
-    except (RuntimeError, AttributeError):  # not for this dtype on this CPU, or a build without the operators
-        return None
-    return packed
+class _PackedLinear:
+    """In oneDNN's layout."""
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        self._packed = packed
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> _PackedLinear | None:
+        """None if there is no such layout for this dtype on this CPU, or this build of torch lacks the operators."""
+        try:
+            packed = cls(torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS))
+            packed(weight[:1], None)  # so that a build that packs but cannot multiply is found out now
+        except (RuntimeError, AttributeError):
+            return None
+        return packed
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        operator = torch.ops.mkldnn._linear_pointwise
+        out: torch.Tensor
+        if residual is None:
+            out = operator(x, self._packed, bias, "none", [], "")
+        else:
+            out = operator.binary(x, residual, self._packed, bias, "add")
+        return out
+
+
+class _PlainLinear:
+    """As torch does it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out = F.linear(x, self._weight, bias)
+        return out if residual is None else out.add_(residual)

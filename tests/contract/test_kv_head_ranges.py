@@ -198,6 +198,8 @@ def test_senders_that_disagree_on_the_first_token_commit_nothing() -> None:
         assert all("first token" in str(sending.wait().error) for sending in sendings)
         assert workers.hosts[0].commits == []
         assert [released[2] for released in workers.hosts[0].releases] == [True]
+        assert [sender.counters.failed for sender in workers.senders] == [1, 1]
+        assert workers.receivers[0].counters.failed == 1
 
 
 def test_one_sender_s_end_is_the_other_s(transport: str) -> None:
@@ -210,6 +212,9 @@ def test_one_sender_s_end_is_the_other_s(transport: str) -> None:
         workers.hosts[0].wait_end(KEY)
         assert workers.hosts[0].ends(KEY) == 1
         assert workers.receivers[0].open_tickets == 0
+        # To give up is no failure; to be refused for it is one.
+        assert [sender.counters.failed for sender in workers.senders] == [0, 1]
+        assert workers.receivers[0].counters.failed == 0
 
 
 def test_one_receiver_s_refusal_ends_the_send_to_all() -> None:

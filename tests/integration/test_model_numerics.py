@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import attention, loader
+from engine import attention, loader, norm
+from engine.native import attention as native_attention
+from engine.native import linear
+from engine.native.library import engine_library
 from pdcore.types import SamplingParams
 from tests.support.model_oracle import Oracle, greedy_equals, random_walk, runner_for, tokens_of
 from tests.support.steps import ManualDriver, ManualSequence, Part
@@ -34,6 +38,9 @@ VARIANTS = {
     "llama3 rope": {"rope_scaling": LLAMA3},
     "linear rope": {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    # These go through our own linear layers, where there are any; float32 weights do not.
+    "bfloat16 weights": {"dtype": "bfloat16"},
+    "bfloat16 weights, biases, untied": {"dtype": "bfloat16", "attention_bias": True, "mlp_bias": True, "tie": False},
 }
 
 
@@ -45,6 +52,40 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def oracle(tiny: Path) -> Oracle:
     return Oracle(tiny)
+
+
+@pytest.fixture
+def no_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without a compiler, or a CPU that the kernels do not know."""
+    for user in (linear, native_attention, norm):
+        monkeypatch.setattr(user, "engine_library", lambda: None)
+
+
+@pytest.mark.skipif(engine_library() is None, reason="no compiler, or a CPU without AVX2")
+def test_native_code_is_used_where_it_can_be(tmp_path: Path) -> None:
+    runner = runner_for(tiny_llama(tmp_path / "model", dtype="bfloat16"))
+    assert all(layer.qkv.is_narrow and layer.out.is_narrow for layer in runner._network._layers)  # type: ignore[attr-defined]
+    sequences = [ManualSequence(tokens_of(length, length)) for length in (5, 9, 20)]
+    step = ManualDriver(runner).build([Part(sequences[0], 1), Part(sequences[1], 1), Part(sequences[2], 7)])
+    shape = attention.HeadShape(4, 2, 16)
+    plan = attention.plan_attention(step, runner.cache, shape, torch.float32)
+    assert plan.kernel is not None
+    assert (plan.kernel.num_seqs, plan.decodes, len(plan.prefills)) == (2, (), 1)
+    # Not in other arithmetic, nor for scores that it does not know.
+    for other, dtype in ((shape, torch.bfloat16), (replace(shape, softcap=5.0), torch.float32)):
+        plan = attention.plan_attention(step, runner.cache, other, dtype)
+        assert plan.kernel is None
+        assert plan.decodes
+
+
+@pytest.mark.usefixtures("no_native_code")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_native_code(tmp_path: Path, dtype: str) -> None:
+    path = tiny_llama(tmp_path / "model", dtype=dtype)
+    runner = runner_for(path)
+    assert not any(layer.qkv.is_narrow for layer in runner._network._layers)  # type: ignore[attr-defined]
+    random_walk(ManualDriver(runner), Oracle(path), seed=3, max_seqs=16)
+    greedy_equals(ManualDriver(runner), Oracle(path))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -59,6 +100,7 @@ def test_random_steps_equal_transformers(tiny: Path, oracle: Oracle, block_size:
     random_walk(ManualDriver(runner_for(tiny, block_size=block_size), seed), oracle, seed, max_seqs=16)
 
 
+@pytest.mark.usefixtures("no_native_code")  # which knows no groups of decodes
 @pytest.mark.parametrize("score_bytes", [1 << 8, 1 << 14, 1 << 18])
 @pytest.mark.parametrize("kv_bytes", [1 << 12, 1 << 17])
 def test_grouping_limits_do_not_change_results(

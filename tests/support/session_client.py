@@ -31,7 +31,7 @@ class SessionClient:
         self.draining = False
         self.reports = 0
         self.ended: str | None = None
-        self._heartbeats = heartbeats
+        self.heartbeats = heartbeats
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         fields: dict[str, object] = {
             "protocol_min": PROTOCOL_VERSION,
@@ -49,7 +49,7 @@ class SessionClient:
             try:
                 command = self._commands.get(timeout=0.3)
             except queue.Empty:
-                if not self._heartbeats:
+                if not self.heartbeats:
                     continue
                 command = worker_pb2.SessionCommand(heartbeat=worker_pb2.Heartbeat())
             if command is None:

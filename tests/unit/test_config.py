@@ -175,6 +175,36 @@ def make_workers(config: ClusterConfig, model: Path, cores: list[int] | None = C
     return {worker.worker_id: worker for worker in workers}
 
 
+def test_pools_may_have_types_of_their_own(tmp_path: Path, model: Path) -> None:
+    config = load_text(tmp_path, "decode: {dtype: float32, kv_memory: 1MiB}\nprefill: {kv_memory: 1MiB}\n")
+    workers = make_workers(config, model)
+    prefill, decode = workers["prefill-0"], workers["decode-0"]
+    assert (prefill.engine.dtype, decode.engine.dtype) == ("bfloat16", "float32")
+    assert prefill.engine.num_blocks // 2 == decode.engine.num_blocks
+    # Codecs pack what the prefill pool has.
+    load_text(tmp_path, "decode: {dtype: float32}\ntransfer: {codec: bexp3}\n").check()
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "allowed"),
+    [
+        ("dtype: float32\ndecode: {dtype: bfloat16}\n", "decode.dtype", "kv_conversion"),
+        ("dtype: float16\ndecode: {dtype: bfloat16}\n", "decode.dtype", "float16 or float32"),
+        (
+            "prefill: {dtype: float32}\ndecode: {dtype: float32}\ntransfer: {codec: bexp3}\n",
+            "transfer.codec",
+            "prefill",
+        ),
+    ],
+)
+def test_types_that_do_not_go_together_are_refused(tmp_path: Path, text: str, key: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=allowed) as caught:
+        load_text(tmp_path, text).check()
+    assert caught.value.key == key
+    if key == "decode.dtype":
+        load_text(tmp_path, text + "transfer: {kv_conversion: rounding}\n").check()
+
+
 def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
     config = load_text(
         tmp_path,

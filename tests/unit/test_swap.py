@@ -18,7 +18,7 @@ from engine.preemption import STALL_S
 from engine.sequence import Sequence as EngineSequence
 from engine.swap import Copy, CopyCancelled, HostKv, ThreadCopier
 from pdcore.clock import ManualClock
-from pdcore.config import EngineConfig, WorkerConfig
+from pdcore.config import QUEUE_POLICIES, EngineConfig, QueueConfig, WorkerConfig
 from pdcore.errors import ConfigError, InvalidRequest
 from pdcore.hashing import block_hashes, chain_root
 from pdcore.types import RequestKey, RequestSpec, Role, WorkerLoad
@@ -265,6 +265,39 @@ class TestTheWayThereAndBack:
         for which, left in ((spec, 2), (scoring, 0)):
             sequence = EngineSequence(which, GENERATE, block_size=4, now=0.0, root=chain_root("m"))
             assert swap_module.front_left_behind(sequence, blocks) == left
+
+    def test_one_that_was_swapped_before_its_first_step_comes_back_under_every_policy(self) -> None:
+        """It came by a ticket, and its first token used its window. Whoever waits, it is not a new request."""
+        for policy in QUEUE_POLICIES:
+            runner, there, copier = FakeRunner(num_blocks=6, block_size=4), FakeRunner(), ManualCopier()
+            clock = ManualClock()
+            engine = make_engine(
+                runner,
+                swap_blocks=20,
+                preemption="swap",
+                copier=copier,
+                max_reserved_fraction=1.0,
+                clock=clock,
+                queue=QueueConfig(policy),
+            )
+            spec, other = request("first", 9, 4, window=1), request("other", 5, 3)
+            blocks = engine.reserve_ticket("t", 9)
+            assert blocks is not None
+            engine.commit_ticket("t", spec, prefill_and_transfer(make_engine(there), there, runner, spec, blocks))
+            tokens = run(engine)
+            assert runner.steps == 0
+            clock.advance(STALL_S)
+            assert engine.reserve_ticket("more", 15) is None
+            tokens += until_copy(engine, copier)
+            copier.finish()
+            engine.add(other, GENERATE)
+            for _ in range(20):
+                engine.add_credit(spec.key, 1)
+                result = step(engine)  # none while it is copied
+                copier.finish_all()
+                tokens += result.tokens if result is not None else ()
+            check_exact(runner, tokens, [spec, other])
+            at_rest(engine)
 
     def test_kv_of_a_lossy_codec_comes_back_as_it_was(self) -> None:
         """The prefix cache has come to have the exact KV of the same tokens: it must not be mixed in."""
