@@ -434,7 +434,8 @@ def test_two_sessions_of_one_router_at_once_leave_one(pair: Pair) -> None:
 
 def test_a_worker_whose_engine_stands_still_fails(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.runtime._STUCK_S", 2.0)
-    config = replace(_config(model, Role.DECODE), heartbeat_s=0.1, dead_after_s=0.3)
+    # Several of the client's heartbeats: were it taken for dead, its request would go, and nothing would stand still.
+    config = replace(_config(model, Role.DECODE), heartbeat_s=0.1, dead_after_s=1.5)
     worker = DecodeWorker(config)
     worker.start()
     release = threading.Event()
