@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -87,7 +89,7 @@ class Pair:
         self._numbers = itertools.count()
 
     def request(self, prompt: Sequence[int], codec: str) -> tuple[float, float, int, str]:
-        """Run one prompt: (seconds to the decode side's token, seconds behind the prefill's, wire bytes, codec)."""
+        """Run one prompt: (seconds to the decode side's token, seconds behind the prefill's, wire bytes, transport)."""
         key = RequestKey(f"r{next(self._numbers)}", 0)
         params = SamplingParams(max_tokens=2, temperature=0.0)
         spec = RequestSpec(key, tuple(prompt), params, kv_codec=codec)
@@ -111,19 +113,16 @@ class Pair:
         for session in (self.prefill, self.decode):
             session.tokens.clear()
             session.notices.clear()
-        return second - start, max(0.0, second - first - DECODE_STEP_S), stats.wire_bytes, stats.codec
-
-    @staticmethod
-    def _told(session, name: str, index: int) -> float:  # type: ignore[no-untyped-def]
-        """When the token of this index has come."""
-        session.wait(lambda: index in session.tokens_of(name) or session.failure_of(name), 300.0, "a token")
-        now = time.perf_counter()
-        if failure := session.failure_of(name):
-            raise SystemExit(f"{name} failed: {failure.message}")
-        return now
+        return second - start, max(0.0, second - first - DECODE_STEP_S), stats.wire_bytes, stats.transport
 
 
-def _config(role: Role, host: str, tokens: int, codec: str) -> WorkerConfig:
+def _on_core(side: int) -> list[str]:
+    """The start of a command that runs on one core, its own: two hosts do not take each other's."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ["taskset", "-c", str(cores[side])] if len(cores) > 1 and shutil.which("taskset") else []
+
+
+def _config(role: Role, host: str, tokens: int, codec: str, transport: str) -> WorkerConfig:
     blocks = 4 * (tokens // 16 + 2)
     engine = EngineConfig(
         model_path="",
@@ -133,7 +132,9 @@ def _config(role: Role, host: str, tokens: int, codec: str) -> WorkerConfig:
         prefix_cache=role is Role.PREFILL,  # the decode side must be sent everything, every time
         scheduler=SchedulerConfig(max_num_batched_tokens=512, prefill_chunk_tokens=512),
     )
-    transfer = TransferConfig(codec=codec, transport="grpc", lease_s=120.0, send_timeout_s=60.0)
+    transfer = TransferConfig(
+        codec=codec, transport=transport, interface=host, lease_s=120.0, send_timeout_s=60.0
+    )
     return WorkerConfig(worker_id=f"{role.value}-0", role=role, engine=engine, transfer=transfer, host=host)
 
 
@@ -169,11 +170,11 @@ def pair_on(link: ShapedLink, scenario: Scenario, args: argparse.Namespace, fold
         addresses = [
             stack.enter_context(
                 running(
-                    _config(role, HOSTS[side], args.tokens, "auto"),
+                    _config(role, HOSTS[side], args.tokens, "auto", args.transport),
                     args.kv,
                     scenario.pace,
                     folder,
-                    link.command(side),
+                    link.command(side, *_on_core(side)),
                 )
             )
             for side, role in enumerate((Role.PREFILL, Role.DECODE))
@@ -189,21 +190,22 @@ def measure(link: ShapedLink, scenario: Scenario, args: argparse.Namespace, fold
     with pair_on(link, scenario, args, folder) as pair:
         for gbit in scenario.links:
             link.set_rate(gbit)
-            times: dict[str, list[tuple[float, float, int]]] = {codec: [] for codec in args.codecs}
+            times: dict[str, list[tuple[float, float, int, str]]] = {codec: [] for codec in args.codecs}
             for round_number in range(-args.warm_up, args.runs):
                 for codec in args.codecs:
                     prompt = repeated
                     if not scenario.prefix_hit:
                         prompt = [numbers.randrange(1 << 15) for _ in range(args.tokens)]
-                    ttft2, exposed, wire, _ = pair.request(prompt, "" if codec == "auto" else codec)
+                    outcome = pair.request(prompt, "" if codec == "auto" else codec)
                     if round_number >= 0:
-                        times[codec].append((ttft2, exposed, wire))
+                        times[codec].append(outcome)
             for codec, samples in times.items():
-                ttft2, exposed, wire = (statistics.median(column) for column in zip(*samples, strict=True))
+                *columns, transports = zip(*samples, strict=True)
+                ttft2, exposed, wire = (statistics.median(column) for column in columns)
                 rows.append(
                     Row(
                         scenario.name,
-                        "grpc",
+                        "+".join(sorted(set(transports))),  # more than one if a lane was given up on the way
                         codec,
                         gbit,
                         args.tokens,
@@ -227,7 +229,7 @@ def _show(rows: Sequence[Row]) -> None:
                 f"  {row.ttft2_ms - best:+.1f} ms, {100 * (row.ttft2_ms / best - 1):+.1f}% to the best lossless one"
             )
         print(
-            f"{row.scenario:8} {row.link_gbit:5g} Gbit/s  {row.codec:10} to decode's token {row.ttft2_ms:9.1f} ms, "
+            f"{row.scenario:8} {row.link_gbit:5g} Gbit/s  {row.transport} {row.codec:10} to decode's token {row.ttft2_ms:9.1f} ms, "
             f"exposed {row.exposed_ms:8.1f} ms, {row.wire_bytes / 1e6:7.2f} MB{note}",
             flush=True,
         )
@@ -276,6 +278,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=15, help="timed runs of each codec, interleaved (15)")
     parser.add_argument("--warm-up", type=int, default=2, help="untimed runs before them (2)")
     parser.add_argument("--codecs", nargs="+", default=[*LOSSLESS, "auto"], help="codecs to compare")
+    parser.add_argument("--transport", default="grpc", choices=("grpc", "collective"), help="grpc or collective")
     parser.add_argument("--scenarios", nargs="+", default=["cold", "prefix", "8b-h200"])
     parser.add_argument("--links", nargs="+", type=float, default=[], help="only these of a scenario's links, Gbit/s")
     parser.add_argument("--model", default="smollm2-135m", help="model whose KV is recorded")

@@ -60,12 +60,10 @@ class ReplayRunner:
 
 
 def _sleep_until(moment: float) -> None:
-    """Sleep; the last half millisecond is waited out, for sleeping oversleeps."""
+    """Sleep, as a worker does whose device computes. It oversleeps a little; the moments do not drift with it."""
     left = moment - time.perf_counter()
-    if left > 0.0005:
-        time.sleep(left - 0.0005)
-    while time.perf_counter() < moment:
-        pass
+    if left > 0:
+        time.sleep(left)
 
 
 def record(model: str, text: str, tokens: int, path: Path) -> torch.Tensor:

@@ -178,10 +178,11 @@ class TransferSection(Section):
         description="network interface, or an address of one, that process groups bind to; empty: the worker's host",
     )
     max_pairs: PositiveInt = Field(default=64, description="process groups that a worker is in at most")
-    message_bytes: ByteCount = Field(default=ByteSize(256 << 10), description="size of one transport message, about")
+    message_bytes: ByteCount = Field(default=ByteSize(512 << 10), description="size of one transport message, about")
     frame_tokens: int = Field(default=256, ge=1, le=256, description="tokens per frame at most")
     frame_bytes: ByteCount = Field(
-        default=ByteSize(256 << 10), description="layers are grouped until a frame has about this many raw bytes"
+        default=ByteSize(512 << 10),
+        description="raw bytes of a frame, about, at most; a slow link gets smaller ones",
     )
     credit_bytes: ByteCount = Field(
         default=ByteSize(8 << 20), description="unacknowledged bytes per connection; bounds the receiver's memory"

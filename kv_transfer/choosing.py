@@ -10,7 +10,7 @@ from kv_transfer.codecs.base import Codec
 from kv_transfer.codecs.registry import CodecRegistry
 from kv_transfer.manifest import TicketRef
 from kv_transfer.measuring import CODEC_HALF_LIFE_S, LinkMeter, PrefillPace, Quotient
-from pdcore.costs import RAW, CodecChoice, CodecCost, TransferSnapshot, choose_codec, exposed_seconds
+from pdcore.costs import RAW, CodecChoice, CodecCost, TransferSnapshot, choose_codec, exposed_seconds, frame_bytes_for
 
 ASSUMED_LINK_BYTES_S: Final[Mapping[str, float]] = {"shm": 4e9}
 """Bandwidth of a transport before it was measured; 10 Gbit/s of those that are not here."""
@@ -75,12 +75,13 @@ class Link:
 class Chosen:
     """The codec of a transfer and why.
 
-    `final`: it need not be looked at again once the link has been measured. `forecast`: what the model alone says of
-    the exposed time.
+    `frame_bytes`: raw bytes of its frames. `final`: it need not be looked at again once the link has been measured.
+    `forecast`: what the model alone says of the exposed time.
     """
 
     codec: Codec
     choice: CodecChoice
+    frame_bytes: int
     final: bool
     forecast: Forecast
 
@@ -165,7 +166,7 @@ class CodecChooser:
         transport: str,
         *,
         raw_bytes: int,
-        frame_bytes: int,
+        most_frame_bytes: int,
         hidden_s: float,
         encoder_queue_bytes: int,
         now: float,
@@ -174,7 +175,8 @@ class CodecChooser:
 
         Args:
             asked: a codec's plain name, or ``auto``. accepted: wire names of what the ticket accepts.
-            raw_bytes, frame_bytes, hidden_s, encoder_queue_bytes: see `TransferSnapshot`.
+            most_frame_bytes: raw bytes of a frame at most; see `frame_bytes_for`.
+            raw_bytes, hidden_s, encoder_queue_bytes: see `TransferSnapshot`.
 
         Raises:
             TransferError: no codec in common. Not retryable.
@@ -182,6 +184,7 @@ class CodecChooser:
         usable = self._codecs.usable(accepted, self._dtype)
         link, known = self.link(address, transport), self._decode_of(address)
         measured = link.meter.measured(now)
+        frame_bytes = frame_bytes_for(link.meter.bytes_s(now), most_frame_bytes)
         encoders = {name: self._encode[name].value(now) for name in usable}
         decoders = {name: known[name].value(now) for name in usable}
         if RAW in usable:
@@ -215,7 +218,7 @@ class CodecChooser:
         seconds = exposed_seconds(transfer, costs[choice.codec])
         forecast = Forecast(link, choice.codec, seconds, assumed=not measured)
         final = measured or not choice.alternatives
-        return Chosen(usable[choice.codec], choice, final=final, forecast=forecast)
+        return Chosen(usable[choice.codec], choice, frame_bytes, final=final, forecast=forecast)
 
     def _decode_of(self, address: str) -> dict[str, Quotient]:
         if address not in self._decode:

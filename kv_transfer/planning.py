@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kv_transfer.manifest import FrameSpan
+
+
+LEAST_TOKENS: Final = 64
+"""Codecs that work by channel want as many tokens of it at a time."""
 
 
 class Computing(NamedTuple):
@@ -29,7 +33,8 @@ class FramePlanner:
     Attributes:
         num_layers, token_start, token_end: the rectangle to tile.
         frame_tokens: tokens per frame at most.
-        group_bytes: layers are grouped until a frame has about this many raw bytes.
+        group_bytes: raw bytes of a frame, about: layers are grouped until it has them, and tokens of one layer that has
+            more are split, never into fewer than `LEAST_TOKENS`. May be changed between frames.
         layer_token_bytes: K and V of one token in one layer, in bytes.
     """
 
@@ -124,10 +129,15 @@ class FramePlanner:
         chunk_end = self._chunk_end
         return [chunk_end if layer < self.chunk_layers else self.computed for layer in range(self.num_layers)]
 
+    @property
+    def _most_tokens(self) -> int:
+        fitting = self.group_bytes // self.layer_token_bytes // LEAST_TOKENS * LEAST_TOKENS
+        return min(self.frame_tokens, max(LEAST_TOKENS, fitting))
+
     def _group_at(self, first: int, ready: list[int]) -> FrameSpan | None:
         start = self.planned[first]
         # What every layer has goes separately from what the running chunk adds: its end is the same for all of them.
-        end = min(start + self.frame_tokens, self.computed if start < self.computed else ready[first])
+        end = min(start + self._most_tokens, self.computed if start < self.computed else ready[first])
         wanted = max(1, self.group_bytes // ((end - start) * self.layer_token_bytes))
         last = first + 1
         while last < self.num_layers and last - first < wanted and self.planned[last] <= start:

@@ -282,16 +282,18 @@ class KvSender:
             send = self._turns[0]
             self._turns.rotate(-1)
             peer = send.peer
-            span = send.session.peek_frame() if peer.ready else None
+            if not peer.ready or send.session.peek_frame() is None:
+                continue
+            lane = self._peers.lane_for(peer, next_attempt(send.session))
+            chosen = self._choose(send, GRPC if lane is None else lane.transport)
+            span = send.session.peek_frame()  # once more: how large frames are was chosen too
             if span is None:
                 continue
             bound = send.limits.frame_bound(span)
             if bound > peer.credit and bound <= peer.window:
                 continue
-            lane = self._peers.lane_for(peer, next_attempt(send.session))
             if lane is not None and not lane.lane.has_room(bound) and bound <= peer.window:
                 continue
-            chosen = self._choose(send, GRPC if lane is None else lane.transport)
             task = send.session.take_frame()
             assert task is not None
             if bound > peer.window:
@@ -304,7 +306,8 @@ class KvSender:
         return None
 
     def _choose(self, send: Send, transport: str) -> Chosen:
-        """The codec of a send: chosen when its first frame is ready, and once more when its link was measured."""
+        """The codec of a send and how large its frames are: chosen when its first frame is ready, and once more when
+        its link was measured."""
         now, address = self._clock.now(), send.peer.address
         chosen = send.chosen
         if chosen is None or (not chosen.final and self._chooser.link(address, transport).meter.measured(now)):
@@ -316,11 +319,12 @@ class KvSender:
                 address,
                 transport,
                 raw_bytes=max(1, planner.left_bytes),
-                frame_bytes=send.session.plan.frame_bytes,
+                most_frame_bytes=send.session.plan.frame_bytes,
                 hidden_s=send.hidden_s(self._chooser.pace.seconds_per_token, now),
                 encoder_queue_bytes=sum(others),
                 now=now,
             )
+            planner.group_bytes = chosen.frame_bytes
             send.forecast = None if send.session.started else chosen.forecast
         return chosen
 

@@ -24,7 +24,7 @@ class SendPlan:
         num_layers: layers of the model.
         token_start, token_end: tokens to send, counted from the start of the sequence.
         frame_tokens: tokens per frame at most.
-        frame_bytes: layers are grouped until a frame has about this many raw bytes.
+        frame_bytes: raw bytes of a frame, about; see `FramePlanner.group_bytes`.
         layer_token_bytes: K and V of one token in one layer, in bytes.
         max_frame_retries: how often one frame may be sent again.
         timeout_s: seconds without progress, while the peer is waited for, until the send fails.

@@ -220,7 +220,7 @@ class TransferConfig:
         max_pairs: process groups that a worker is in at most; idle ones make room for new ones.
         message_bytes: size of one transport message's payload, about.
         frame_tokens: tokens per frame at most (<= 256).
-        frame_bytes: layers are grouped until a frame has about this many raw bytes.
+        frame_bytes: raw bytes of a frame, about, at most: layers are grouped until it has them. Less on a slow link.
         credit_bytes: unacknowledged frame bytes per connection at most; bounds the receiver's memory.
         lease_s: seconds without renewal until a ticket expires.
         send_timeout_s: seconds without progress until a send fails.
@@ -236,9 +236,9 @@ class TransferConfig:
     transport: str = AUTO
     interface: str = ""
     max_pairs: int = 64
-    message_bytes: int = 256 * 1024
+    message_bytes: int = 512 * 1024
     frame_tokens: int = 256
-    frame_bytes: int = 256 * 1024
+    frame_bytes: int = 512 * 1024
     credit_bytes: int = 8 * 1024 * 1024
     lease_s: float = 10.0
     send_timeout_s: float = 5.0

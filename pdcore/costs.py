@@ -32,6 +32,10 @@ STAY_MARGIN = 0.04
 """While KV goes raw already, compression must save this share: an estimate that trembles must not flip the choice."""
 WORTH_S = 0.0005
 """Savings below this are not worth a core either, whatever their share."""
+FRAME_S = 0.01
+"""A raw frame should not be on the link for longer: the last one is what a client waits for behind a prefill."""
+LEAST_FRAME_BYTES = 64 * 1024
+"""Below this a frame's own work outweighs what it carries."""
 TRANSFER_MARGIN = 0.1
 """Recomputing must be this much faster than a transfer: it takes the place of other work here."""
 
@@ -109,6 +113,11 @@ class RebuildChoice:
     reason: str
     transfer_s: float
     recompute_s: float
+
+
+def frame_bytes_for(link_bytes_s: float, most: int) -> int:
+    """Raw bytes of a frame on a link of `link_bytes_s`: `FRAME_S` of it, `LEAST_FRAME_BYTES` at least, `most` at most."""
+    return min(most, max(LEAST_FRAME_BYTES, int(FRAME_S * link_bytes_s)))
 
 
 def exposed_seconds(transfer: TransferSnapshot, codec: CodecCost) -> float:

@@ -27,7 +27,7 @@ _NEWS = 0.2
 """Weight of the newest measurement in a mean: a handful of requests decide."""
 _FREE_BYTES_S = 1e12
 """Codec speed: what the codec costs is in the transfers' measured times already."""
-_FRAME_BYTES = 256 * 1024
+_FRAME_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True, slots=True)

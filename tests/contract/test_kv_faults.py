@@ -23,7 +23,7 @@ KEY = RequestKey("r", 0)
 def config_of(transport: str, **changes: object) -> TransferConfig:
     values: dict[str, object] = {
         "transport": transport,
-        "frame_bytes": 4096,
+        "frame_bytes": 12288,
         "message_bytes": 4096,
         "credit_bytes": 32768,
     }

@@ -33,7 +33,7 @@ Split = list[tuple[int, int]]
 
 def config_of(transport: str, **changes: object) -> TransferConfig:
     """Small frames and messages, so that even small caches make several of each."""
-    values: dict[str, object] = {"transport": transport, "frame_bytes": 4096, "message_bytes": 4096}
+    values: dict[str, object] = {"transport": transport, "frame_bytes": 16384, "message_bytes": 4096}
     return TransferConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 

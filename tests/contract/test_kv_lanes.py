@@ -35,7 +35,7 @@ def lane(request: pytest.FixtureRequest) -> str:
 
 
 def config_of(transport: str, **changes: object) -> TransferConfig:
-    values: dict[str, object] = {"frame_bytes": 4096, "credit_bytes": 65536, "message_bytes": 4096}
+    values: dict[str, object] = {"frame_bytes": 16384, "credit_bytes": 65536, "message_bytes": 4096}
     return TransferConfig(**{**values, "transport": transport, **changes})  # type: ignore[arg-type]
 
 

@@ -37,7 +37,7 @@ class BrokenClock(MonotonicClock):
 def pair_of(transport: str, clock: MonotonicClock | ManualClock | None = None, **changes: object) -> Pair:
     values: dict[str, object] = {
         "transport": transport,
-        "frame_bytes": 4096,
+        "frame_bytes": 16384,
         "message_bytes": 4096,
         "credit_bytes": 32768,
     }

@@ -17,7 +17,7 @@ KEY = RequestKey("r", 0)
 
 
 def config_of(transport: str, **changes: object) -> TransferConfig:
-    values: dict[str, object] = {"frame_bytes": 4096, "message_bytes": 4096, "credit_bytes": 65536}
+    values: dict[str, object] = {"frame_bytes": 16384, "message_bytes": 4096, "credit_bytes": 65536}
     return TransferConfig(**{**values, "transport": transport, **changes})  # type: ignore[arg-type]
 
 

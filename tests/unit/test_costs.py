@@ -22,6 +22,7 @@ from pdcore.costs import (
     choose_codec,
     codec_break_even,
     exposed_seconds,
+    frame_bytes_for,
     rebuild_break_even,
     transfer_or_recompute,
 )
@@ -55,6 +56,19 @@ def simulated(transfer: TransferSnapshot, codec: CodecCost, frames: list[float])
         link = max(link, encoder) + size / codec.ratio / transfer.link_bytes_s
         decoder = max(decoder, link) + size / codec.decode_bytes_s
     return decoder - transfer.hidden_s
+
+
+@pytest.mark.parametrize(
+    ("gbit", "most", "expected"),
+    [
+        (10.0, MIB, MIB),
+        (0.25, MIB, 312_500),  # 10 ms
+        (0.05, MIB, 65_536),  # 10 ms would be 62,500 bytes: the least
+        (0.05, 4096, 4096),  # asked for
+    ],
+)
+def test_frames_are_small_where_the_link_is_slow(gbit: float, most: int, expected: int) -> None:
+    assert frame_bytes_for(gbit * 1e9 / 8, most) == expected
 
 
 def one_frame_s(transfer: TransferSnapshot, codec: CodecCost) -> float:

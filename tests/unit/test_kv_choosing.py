@@ -46,7 +46,7 @@ def choose(chooser: CodecChooser, asked: str = "auto", now: float = 0.0, transpo
         ADDRESS,
         transport,
         raw_bytes=64 << 20,
-        frame_bytes=FRAME,
+        most_frame_bytes=FRAME,
         hidden_s=0.0,
         encoder_queue_bytes=0,
         now=now,
@@ -61,6 +61,16 @@ def saturate(chooser: CodecChooser, bytes_s: float, start: float = 0.0, frames: 
     for index in range(frames):
         link.answered(REF, index, 0.001, 0.0005, start + (index + 1) * FRAME / bytes_s + 0.001)
     return start + frames * FRAME / bytes_s + 0.001
+
+
+# --- how large frames are -------------------------------------------------------------------------------------------
+
+
+def test_frames_are_as_large_as_the_measured_link_is_fast() -> None:
+    chooser = CodecChooser(CODECS, "bfloat16", COSTS)
+    assert choose(chooser).frame_bytes == FRAME, "the link is assumed to be fast"
+    now = saturate(chooser, 12.5e6)
+    assert choose(chooser, now=now).frame_bytes == pytest.approx(125_000, rel=0.1), "10 ms of 0.1 Gbit/s"
 
 
 # --- what may be used ----------------------------------------------------------------------------------------------
@@ -148,7 +158,7 @@ def test_plain_zstd_is_for_caches_that_nothing_better_can_pack() -> None:
         ADDRESS,
         "grpc",
         raw_bytes=64 << 20,
-        frame_bytes=FRAME,
+        most_frame_bytes=FRAME,
         hidden_s=0.0,
         encoder_queue_bytes=0,
         now=0.0,
@@ -235,7 +245,7 @@ def test_costs_cover_every_codec_that_fits() -> None:
                 ADDRESS,
                 "grpc",
                 raw_bytes=1,
-                frame_bytes=FRAME,
+                most_frame_bytes=FRAME,
                 hidden_s=1.0,
                 encoder_queue_bytes=5,
                 now=0.0,

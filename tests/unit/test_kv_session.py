@@ -14,7 +14,7 @@ from kv_transfer.assembly import FrameAssembler
 from kv_transfer.head_ranges import HeadRange
 from kv_transfer.manifest import Coverage, FrameSpan, TicketRef
 from kv_transfer.messages import Piece
-from kv_transfer.planning import Computing, FramePlanner
+from kv_transfer.planning import LEAST_TOKENS, Computing, FramePlanner
 from kv_transfer.receiving import CommitTicket, ConfirmCommit, RefuseTicket, RejectFrame, ReleaseTicket, Source
 from kv_transfer.session import (
     AbortSend,
@@ -77,12 +77,12 @@ def send_all(session: SendSession, now: float = 0.0) -> list[object]:
 def test_frames_tile_the_sequence_whatever_the_chunks(data: st.DataObject) -> None:
     layers = data.draw(st.integers(1, 7), "layers")
     start = data.draw(st.integers(0, 5), "prefix")
-    end = start + data.draw(st.integers(1, 60), "tokens")
+    end = start + data.draw(st.integers(1, 60) | st.integers(100, 400), "tokens")
     planner = FramePlanner(
         num_layers=layers,
         token_start=start,
         token_end=end,
-        frame_tokens=data.draw(st.integers(1, 20), "frame tokens"),
+        frame_tokens=data.draw(st.integers(1, 20) | st.integers(60, 256), "frame tokens"),
         group_bytes=data.draw(st.integers(1, 100), "group bytes"),
         layer_token_bytes=data.draw(st.integers(1, 5), "layer token bytes"),
     )
@@ -92,6 +92,7 @@ def test_frames_tile_the_sequence_whatever_the_chunks(data: st.DataObject) -> No
     def take(some: bool) -> None:
         while (span := planner.next_span()) is not None and not (some and data.draw(st.booleans(), "stop")):
             assert span.token_count <= planner.frame_tokens
+            assert span.token_count <= max(LEAST_TOKENS, planner.group_bytes // planner.layer_token_bytes)
             for layer in range(span.layer_start, span.layer_start + span.layer_count):
                 assert span.token_start + span.token_count <= ready[layer], "taken before it was ready"
             assert span.layer_count == 1 or (
@@ -99,11 +100,12 @@ def test_frames_tile_the_sequence_whatever_the_chunks(data: st.DataObject) -> No
             )
             assert coverage.add(span), "two frames overlap"
             planner.take(span)
+            planner.group_bytes = data.draw(st.integers(1, 600), "group bytes")
 
     step, done = 0, start
     while done < end:
         step += 1
-        upto = min(end, done + data.draw(st.integers(1, 30), "chunk"))
+        upto = min(end, done + data.draw(st.integers(1, 30) | st.integers(50, 300), "chunk"))
         planner.computing(Computing(done, upto, step))
         for layer in range(data.draw(st.integers(0, layers), "layers seen")):
             ready[layer] = upto
@@ -131,6 +133,17 @@ def test_a_group_waits_until_it_is_full() -> None:
     assert planner.next_span() is None, "layer 2 waits for layer 3"
     planner.computed_to(8)
     assert planner.next_span() == FrameSpan(2, 2, 0, 8)
+
+
+def test_a_layer_with_too_many_bytes_is_split_by_tokens() -> None:
+    planner = FramePlanner(2, 0, 256, frame_tokens=256, group_bytes=150 * 4, layer_token_bytes=4)
+    planner.computed_to(256)
+    spans = []
+    while (span := planner.next_span()) is not None:
+        planner.take(span)
+        spans.append(span)
+    # 150 tokens would fit: two times 64 do without a rest that no codec likes.
+    assert spans == [FrameSpan(layer, 1, start, 128) for start in (0, 128) for layer in (0, 1)]
 
 
 def test_a_chunk_behind_a_gap_is_not_ready() -> None:
