@@ -122,8 +122,8 @@ def _on_core(side: int) -> list[str]:
     return ["taskset", "-c", str(cores[side])] if len(cores) > 1 and shutil.which("taskset") else []
 
 
-def _config(role: Role, host: str, tokens: int, codec: str, transport: str) -> WorkerConfig:
-    blocks = 4 * (tokens // 16 + 2)
+def _config(role: Role, host: str, args: argparse.Namespace) -> WorkerConfig:
+    blocks = 4 * (args.tokens // 16 + 2)
     engine = EngineConfig(
         model_path="",
         served_name="replay",
@@ -133,7 +133,12 @@ def _config(role: Role, host: str, tokens: int, codec: str, transport: str) -> W
         scheduler=SchedulerConfig(max_num_batched_tokens=512, prefill_chunk_tokens=512),
     )
     transfer = TransferConfig(
-        codec=codec, transport=transport, interface=host, lease_s=120.0, send_timeout_s=60.0
+        codec="auto",
+        calibration=str(args.calibration or ""),
+        transport=args.transport,
+        interface=host,
+        lease_s=120.0,
+        send_timeout_s=60.0,
     )
     return WorkerConfig(worker_id=f"{role.value}-0", role=role, engine=engine, transfer=transfer, host=host)
 
@@ -170,7 +175,7 @@ def pair_on(link: ShapedLink, scenario: Scenario, args: argparse.Namespace, fold
         addresses = [
             stack.enter_context(
                 running(
-                    _config(role, HOSTS[side], args.tokens, "auto", args.transport),
+                    _config(role, HOSTS[side], args),
                     args.kv,
                     scenario.pace,
                     folder,
@@ -263,12 +268,28 @@ def serve_worker(args: argparse.Namespace) -> int:
     from worker.process import run
 
     def make(config: WorkerConfig):  # type: ignore[no-untyped-def]
-        runner = ReplayRunner(load_file(args.kv)["kv"], config.engine.num_blocks, args.pace, DECODE_STEP_S)
+        runner = ReplayRunner(
+            load_file(args.kv)["kv"],
+            config.engine.num_blocks,
+            args.pace,
+            DECODE_STEP_S,
+            digest=_digest(config.transfer.calibration),
+        )
         kind = PrefillWorker if config.role is Role.PREFILL else DecodeWorker
         return kind(config, make_runner=lambda _: runner)
 
     from_json(WorkerConfig, Path(args.worker).read_text())
     return run([args.worker], make)
+
+
+def _digest(calibration: str) -> str:
+    """Of the model that a calibration was made for; without one it is nobody's."""
+    if not calibration:
+        return "replay"
+    from safetensors import safe_open
+
+    with safe_open(calibration, "numpy") as file:
+        return str(file.metadata()["model_digest"])
 
 
 def main() -> int:
@@ -279,6 +300,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=2, help="untimed runs before them (2)")
     parser.add_argument("--codecs", nargs="+", default=[*LOSSLESS, "auto"], help="codecs to compare")
     parser.add_argument("--transport", default="grpc", choices=("grpc", "collective"), help="grpc or collective")
+    parser.add_argument("--calibration", type=Path, help="made by `pdserve calibrate`, for the codec tc4")
     parser.add_argument("--scenarios", nargs="+", default=["cold", "prefix", "8b-h200"])
     parser.add_argument("--links", nargs="+", type=float, default=[], help="only these of a scenario's links, Gbit/s")
     parser.add_argument("--model", default="smollm2-135m", help="model whose KV is recorded")

@@ -24,12 +24,20 @@ class ReplayRunner:
     Args:
         kv: bfloat16 [layers, 2, tokens, heads, dim]; longer sequences repeat it.
         prefill_tokens_s: tokens per second of steps with prompts. decode_step_s: seconds of a step without.
+        digest: of the model that it stands for.
     """
 
-    def __init__(self, kv: torch.Tensor, num_blocks: int, prefill_tokens_s: float, decode_step_s: float) -> None:
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        num_blocks: int,
+        prefill_tokens_s: float,
+        decode_step_s: float,
+        digest: str = "replay",
+    ) -> None:
         layers, _, tokens, heads, dim = kv.shape
-        self.model = ModelInfo("replay", "replay", 1 << 20, 1 << 16, "bfloat16")
-        self.geometry = KvGeometry("replay", layers, heads, dim, "bfloat16", 16, num_blocks)
+        self.model = ModelInfo("replay", digest, 1 << 20, 1 << 16, "bfloat16")
+        self.geometry = KvGeometry(digest, layers, heads, dim, "bfloat16", 16, num_blocks)
         self.progress = StepProgress()
         self.cache = PagedKvCache(self.geometry)
         self._kv = kv
