@@ -341,6 +341,8 @@ class Dispatcher:
         with self._guard(active):
             kind, message = _failure_kind(notice.failed), f"{worker_id}: {notice.failed.message}"
             failed = active.tracker.failed(worker_id, notice.attempt, kind, message, now=self._clock.now())
+            # Here, and not where it is run again: it counts even if it was the last try.
+            self.counters.failed_transfers += bool(failed) and kind is FailureKind.TRANSFER
             self.perform(active, failed)
 
     def _is_idle_but_for(self, worker_id: str) -> bool:
@@ -395,6 +397,7 @@ class Dispatcher:
         if effect.counted:
             self.counters.replays += 1
             active.avoid = effect.pair or frozenset({effect.worker_id})
+            active.rebuild = False  # that was for the transfer that failed before; this may be a dead worker
             if effect.pair:
                 self._transfer_failed(active, effect.pair)
             # The first replay starts at once; if that fails too, haste does not help.
@@ -422,7 +425,6 @@ class Dispatcher:
         """Another pair, or no transfer at all."""
         tracker = active.tracker
         active.failed_transfers += 1
-        self.counters.failed_transfers += 1
         tokens = tracker.prompt_tokens
         decision = after_failed_transfer(
             FailedTransfer(

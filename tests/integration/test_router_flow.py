@@ -574,6 +574,32 @@ async def test_a_transfer_that_cannot_be_had_is_rebuilt_on_the_decode_side(model
         await cluster.empty()
 
 
+async def test_a_rebuilt_request_that_is_replayed_is_not_a_rebuild_any_more(model: Path) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def note(command: str, request: worker_pb2.WorkerRequest) -> int | None:
+        asked.append((command, request.rebuild))
+        return worker_pb2.FAILURE_CODE_INTERNAL if request.rebuild else None
+
+    async with NullCluster(model, pair()) as cluster:
+        cluster["p0"].refuse = _first_one_fails()
+        cluster["d0"].refuse = note
+        answer = await cluster.client.complete([1], Sampling(max_tokens=5), request_id="r")
+        assert (answer.token_ids, answer.end.timeline.replays) == (expected([1], 5), 2)
+        # What failed the second time was no transfer.
+        assert asked == [("reserve", False), ("generate", True), ("reserve", False)]
+        await cluster.empty()
+
+
+async def test_the_last_failed_transfer_is_counted_too(model: Path) -> None:
+    async with NullCluster(model, pair(), max_replays=0) as cluster:
+        cluster["p0"].refuse = _first_one_fails()
+        with pytest.raises(Unavailable, match="given up after 0 replays"):
+            await cluster.client.complete([1], request_id="r")
+        assert cluster.dispatcher.counters.failed_transfers == 1
+        assert cluster.dispatcher.counters.rebuilds == 0
+
+
 def _first_one_fails() -> Callable[[str, worker_pb2.WorkerRequest], int | None]:
     codes = iter([worker_pb2.FAILURE_CODE_TRANSFER])
     return lambda command, request: next(codes, None)
