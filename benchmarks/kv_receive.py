@@ -116,7 +116,7 @@ def pack_all(  # noqa: PLR0917
             packed = pack_frame(values, limits, span, STANDARD[codec])
             frames.append((span, packed.data))
             checksums.append(packed.checksums)
-    return frames, Manifest(ref, key, tokens, len(frames), 1, frames_digest(checksums))
+    return frames, Manifest(ref, key, tokens, len(frames), (1,), frames_digest(checksums))
 
 
 # --- the sender's process ------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def serve_sender(args: argparse.Namespace) -> int:
 class Host:
     """A `TicketHost` that takes everything and keeps nothing."""
 
-    def on_commit(self, key: RequestKey, first_token: int, stats: KvTransferStats) -> bool:
+    def on_commit(self, key: RequestKey, first_tokens: tuple[int, ...], stats: KvTransferStats) -> bool:
         return True
 
     def on_release(self, key: RequestKey, reason: str, failed: bool) -> None:

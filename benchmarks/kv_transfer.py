@@ -89,7 +89,7 @@ class Pair:
         self._numbers = itertools.count()
 
     def request(self, prompt: Sequence[int], codec: str) -> tuple[float, float, int, str]:
-        """Run one prompt: (seconds to the decode side's token, seconds behind the prefill's, wire bytes, transport)."""
+        """Run one prompt: (seconds to the decode side's token, those behind the prefill's, wire bytes, transport)."""
         key = RequestKey(f"r{next(self._numbers)}", 0)
         params = SamplingParams(max_tokens=2, temperature=0.0)
         spec = RequestSpec(key, tuple(prompt), params, kv_codec=codec)
@@ -116,13 +116,14 @@ class Pair:
         return second - start, max(0.0, second - first - DECODE_STEP_S), stats.wire_bytes, stats.transport
 
 
-def _on_core(side: int) -> list[str]:
+def on_core(side: int) -> list[str]:
     """The start of a command that runs on one core, its own: two hosts do not take each other's."""
     cores = sorted(os.sched_getaffinity(0))
     return ["taskset", "-c", str(cores[side])] if len(cores) > 1 and shutil.which("taskset") else []
 
 
-def _config(role: Role, host: str, args: argparse.Namespace) -> WorkerConfig:
+def config_of(role: Role, host: str, args: argparse.Namespace) -> WorkerConfig:
+    """A worker of the measurement; `args`: ``tokens``, ``calibration``, ``transport``."""
     blocks = 4 * (args.tokens // 16 + 2)
     engine = EngineConfig(
         model_path="",
@@ -148,7 +149,17 @@ def running(config: WorkerConfig, kv: Path, pace: float, folder: Path, prefix: l
     """A worker process that replays `kv`; yields its address."""
     path = folder / f"{config.worker_id}.json"
     path.write_text(to_json(config))
-    command = [*prefix, sys.executable, __file__, "--worker", str(path), "--kv", str(kv), "--pace", str(pace)]
+    command = [
+        *prefix,
+        sys.executable,
+        str(Path(__file__).resolve()),
+        "--worker",
+        str(path),
+        "--kv",
+        str(kv),
+        "--pace",
+        str(pace),
+    ]
     with (folder / f"{config.worker_id}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
@@ -175,11 +186,11 @@ def pair_on(link: ShapedLink, scenario: Scenario, args: argparse.Namespace, fold
         addresses = [
             stack.enter_context(
                 running(
-                    _config(role, HOSTS[side], args),
+                    config_of(role, HOSTS[side], args),
                     args.kv,
                     scenario.pace,
                     folder,
-                    link.command(side, *_on_core(side)),
+                    link.command(side, *on_core(side)),
                 )
             )
             for side, role in enumerate((Role.PREFILL, Role.DECODE))
@@ -234,8 +245,9 @@ def _show(rows: Sequence[Row]) -> None:
                 f"  {row.ttft2_ms - best:+.1f} ms, {100 * (row.ttft2_ms / best - 1):+.1f}% to the best lossless one"
             )
         print(
-            f"{row.scenario:8} {row.link_gbit:5g} Gbit/s  {row.transport} {row.codec:10} to decode's token {row.ttft2_ms:9.1f} ms, "
-            f"exposed {row.exposed_ms:8.1f} ms, {row.wire_bytes / 1e6:7.2f} MB{note}",
+            f"{row.scenario:8} {row.link_gbit:5g} Gbit/s  {row.transport} {row.codec:10} "
+            f"to decode's token {row.ttft2_ms:9.1f} ms, exposed {row.exposed_ms:8.1f} ms, "
+            f"{row.wire_bytes / 1e6:7.2f} MB{note}",
             flush=True,
         )
 

@@ -92,7 +92,7 @@ class DecodeHandler:
                 self._engine.release_ticket(owner)
                 raise
             self._tickets[owner] = spec
-            self._requests[spec.key] = spec
+            self._take(spec)
         self._faults.hit("decode.after_reserve")
         return replace(ticket, run_here=reserved.run_here)
 
@@ -100,13 +100,30 @@ class DecodeHandler:
         self._engine.check_runnable(spec)  # without the lock, for it may take a while
         with self._lock:
             self._engine.add(spec, SequenceKind.GENERATE)
-            self._requests[spec.key] = spec
+            self._take(spec)
         self._wake()
+
+    def _take(self, spec: RequestSpec) -> None:
+        """Answer for a request from now on, and for its branches if it is a trunk."""
+        self._requests.update(dict.fromkeys((spec.key, *spec.branch_keys), spec))
+
+    def _drop(self, key: RequestKey) -> bool:
+        """The request is over, with the branches that it has not become yet. False if there is none."""
+        spec = self._requests.pop(key, None)
+        if spec is not None and spec.key == key:
+            for branch in spec.branch_keys:
+                self._requests.pop(branch, None)
+        return spec is not None
+
+    def _branched(self, trunk: RequestKey) -> None:
+        """A trunk has become its branches."""
+        self._requests.pop(trunk, None)
+        self._reporter.branched(trunk)
 
     def abort(self, key: RequestKey, reason: str) -> None:
         with self._lock:
             # From here on a commit that is under way finds the request gone and gives its blocks back.
-            if self._requests.pop(key, None) is None:
+            if not self._drop(key):
                 return
             self._engine.abort(key)
         if self.receiver is not None:
@@ -129,7 +146,7 @@ class DecodeHandler:
 
     # -- TicketHost --------------------------------------------------------------------------------------------
 
-    def on_commit(self, key: RequestKey, first_token: int, stats: KvTransferStats) -> bool:
+    def on_commit(self, key: RequestKey, first_tokens: tuple[int, ...], stats: KvTransferStats) -> bool:
         owner = ticket_owner(key)
         with self._lock:
             spec = self._tickets.get(owner)
@@ -138,13 +155,18 @@ class DecodeHandler:
             # Before the commit: a request that ends with its next step is forgotten, and its news with it.
             self._reporter.notice(key, stats_notice(stats))
             try:
-                self._engine.commit_ticket(owner, spec, first_token, exact=stats.lossless)
+                self._engine.commit_ticket(owner, spec, *first_tokens, exact=stats.lossless)
             except PdserveError as error:  # a first token that no model of ours can have sampled, say
-                del self._requests[key]
+                self._drop(key)
                 self._reporter.notice(key, failed_notice(error))
                 self._reporter.forget(key)
                 return False
             del self._tickets[owner]
+            if spec.branches:
+                for branch in spec.branch_keys:
+                    if branch not in self._requests:  # aborted while the ticket was open
+                        self._engine.abort(branch)
+                self._branched(key)
         self._wake()
         return True
 
@@ -155,7 +177,7 @@ class DecodeHandler:
             spec = self._tickets.pop(owner, None)
             wanted = spec is not None and self._requests.get(key) is spec
             if wanted:
-                del self._requests[key]
+                self._drop(key)
         # Whoever aborted it has forgotten it, and may have sent the same key again since.
         if wanted:
             if failed:
@@ -176,6 +198,9 @@ class DecodeHandler:
             self._reporter.notice(stats.key, prefill_notice(stats))
         for scored in result.prompt_logprobs:
             self._reporter.notice(scored.key, prompt_logprobs_notice(scored.logprobs))
+        with self._lock:
+            for trunk in result.forked:
+                self._branched(trunk)
         self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
         for key, error in result.rejected:
             self._reporter.notice(key, failed_notice(error))
@@ -183,7 +208,7 @@ class DecodeHandler:
         over += [key for key, _ in result.rejected]
         for key in over:
             with self._lock:
-                self._requests.pop(key, None)
+                self._drop(key)
             self._reporter.forget(key)
         self._faults.hit("decode.after_report")
 

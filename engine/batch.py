@@ -72,17 +72,19 @@ def build_step(
         row += count
     blocks = block_tables[row_of, positions // block_size].astype(np.int64)
 
-    sampled = [i for i, part in enumerate(parts) if part.samples]
+    draws = [(i, draw) for i, part in enumerate(parts) if part.samples for draw in range(len(part.sequence.samples))]
+    sampled = [i for i, _ in draws]
     sampling = [sequences[i] for i in sampled]
     params = [sequence.spec.params for sequence in sampling]
     floats = np.array([(p.temperature, p.top_p, p.min_p) for p in params], np.float32).reshape(-1, 3).T.copy()
+    outputs = [sequences[i].outputs[draw] for i, draw in draws]
     forbidden = [
         (r, token)
         for r, sequence in enumerate(sampling)
-        if sequence.generated < params[r].min_tokens and sequence.output is None  # else its mask sees to it
+        if sequence.generated < params[r].min_tokens and outputs[r] is None  # else its mask sees to it
         for token in sequence.stop_tokens
     ]
-    structured = [(r, sequence.output) for r, sequence in enumerate(sampling) if sequence.output is not None]
+    structured = [(r, output) for r, output in enumerate(outputs) if output is not None]
     masks = NO_MASKS
     if structured:
         assert make_masks is not None
@@ -117,7 +119,7 @@ def build_step(
         min_p=floats[2],
         top_k=np.array([p.top_k for p in params], np.int32),
         seeds=np.array([p.seed for p in params], np.uint64),
-        sample_index=np.zeros(len(sampled), np.int32),  # one sample per request
+        sample_index=np.array([sequences[i].sample_number(draw) for i, draw in draws], np.int32),
         sample_positions=np.array([sequence.num_tokens for sequence in sampling], np.int64),
         forbidden_rows=np.array([r for r, _ in forbidden], np.int32),
         forbidden_tokens=np.array([token for _, token in forbidden], np.int32),

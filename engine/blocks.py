@@ -65,6 +65,8 @@ class BlockManager:
          ^     release              |      by its owner and others  last release    by allocate
          +--------------------------+
 
+    The samples of one request share the full blocks of its prompt as well, cached or not (`fork`).
+
     *Private* blocks have one owner and are not cached: they are the only ones that may be written. *Idle* blocks are
     used by the cache alone; they count as free, for `allocate` takes them when there are no others. `_refs` counts
     a block's owners, and the cache as one more.
@@ -166,6 +168,24 @@ class BlockManager:
         self._owned[owner] = list(blocks)
         if owner.kind is OwnerKind.TICKET:
             self._shared_fronts[owner] = len(blocks)
+
+    def fork(self, source: Owner, target: Owner, shared: int, own: int = 0) -> list[int]:
+        """Make `target`, which must have no blocks, one more owner of the first `shared` blocks of `source`, which
+        are full and will not be written any more, and give it the last `own` of them altogether. Returns its blocks.
+        """
+        assert target not in self._owned, target
+        assert OwnerKind.TICKET not in (source.kind, target.kind), (source, target)
+        blocks = self._owned.get(source, [])
+        assert shared + own <= len(blocks), (source, shared, own)
+        for block in blocks[:shared]:
+            self._refs[block] += 1
+            if block in self.cache:
+                self.cache.use(block)
+        taken = blocks[:shared] + blocks[len(blocks) - own :]
+        del blocks[len(blocks) - own :]
+        if taken:
+            self._owned[target] = taken
+        return taken
 
     def publish(self, owner: Owner, hashes: Sequence[bytes], count: int, guess: int = 0) -> None:
         """Put the first `count` blocks of a sequence, which are full, into the prefix cache under these names.

@@ -15,6 +15,7 @@ from engine.integrity import check_engine
 from engine.plan import Chunk, PrefillStats, PromptLogprobs, StepPlan, StepResult, TokenOut
 from engine.preemption import DECODE_WEIGHT
 from engine.prefix_cache import CacheEvents
+from engine.samples import share_out
 from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, ticket_refusal
 from engine.scheduler import schedule as decide
 from engine.scoring import ScoredSpan, of_sample, of_spans
@@ -30,6 +31,7 @@ from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import EngineConfig
 from pdcore.errors import InternalError, InvalidRequest, PdserveError, TicketError
 from pdcore.hashing import block_hashes, chain_root
+from pdcore.logprobs import Logprobs
 from pdcore.placement import run_rest_here
 from pdcore.queueing import QueueBook, Waiting
 from pdcore.types import KvGeometry, ModelInfo, PriorityClass, RequestKey, RequestSpec, WorkerLoad
@@ -161,10 +163,10 @@ class Engine:
         """Queue a request. Raises InvalidRequest if it can never run here, or if its key is in use."""
         self.check_runnable(spec, kind)
         sequence = self._new_sequence(spec, kind)
-        sequence.output = self._start_output(spec)
+        sequence.outputs = self._start_outputs(spec)
         sequence.name_blocks(sequence.may_hit)  # now, for it takes a while with a long prompt, and needs no lock
         with self.lock:
-            self._check_new(spec.key)
+            self._check_new(spec)
             self._enter(sequence)
 
     def abort(self, key: RequestKey) -> bool:
@@ -178,7 +180,7 @@ class Engine:
             self._echoes = [echo for echo in self._echoes if echo.key != key]
             sequence = self._sequences.get(key)
             if sequence is None:  # it may have ended by the first token of its commit, which nobody has heard of
-                return len(self._echoes) < news
+                return len(self._echoes) < news or self._abort_unborn(key)
             sequence.abort()
             self._leave(sequence)
             return True
@@ -194,12 +196,12 @@ class Engine:
 
     def reserve(self, owner: str, spec: RequestSpec) -> Reservation | None:
         """Take blocks for the KV of ``spec.known_tokens``, which will come from elsewhere, and for the first token
-        computed here. What the prefix cache has of it is shared, and pinned until the ticket ends.
+        computed here, of each sample. What the prefix cache has of it is shared, and pinned until the ticket ends.
 
         Returns None if the ticket is refused now. Raises TicketError if `owner` has one already.
         """
         known = len(spec.known_tokens)
-        ticket = Ticket(spec, self._names(spec), output=self._start_output(spec))
+        ticket = Ticket(spec, self._names(spec), outputs=self._start_outputs(spec))
         # Where prompt tokens are scored all of them are computed, so all that is held here would be for nothing.
         may_hit = 0 if spec.params.prompt_logprobs is not None else (known - 1) // self._block_size
         with self.lock:
@@ -209,6 +211,7 @@ class Engine:
             blocks = self._open_ticket(owner, ticket, known, hits)
             if blocks is None:
                 return None
+            del blocks[self._blocks.blocks_for(known + 1) :]  # those of the other samples
             held = hits * self._block_size
             limit = self._scheduler_config.local_prefill_tokens
             return Reservation(blocks, held, run_rest_here(known - held, held, queued, limit))
@@ -223,7 +226,7 @@ class Engine:
         if owner in self._tickets:
             raise TicketError(f"ticket {owner} is already open")
         cached = self._blocks.cache.blocks(ticket.hashes, hits)
-        fresh = self._blocks.blocks_for(num_tokens + 1) - hits
+        fresh = self._blocks.blocks_for(num_tokens + 1) - hits + len(ticket.outputs) - 1
         idle = hits - self._blocks.used(cached)
         snapshot = self._snapshot()
         if ticket_refusal(snapshot, fresh, self._max_reserved, idle) is not None:
@@ -238,51 +241,62 @@ class Engine:
         self._blocks.allocate(Owner.ticket(owner), fresh)
         return list(self._blocks.blocks_of(Owner.ticket(owner)))
 
-    def commit_ticket(self, owner: str, spec: RequestSpec, first_token: int, exact: bool = True) -> None:
-        """The ticket's blocks hold the KV of ``spec.known_tokens``: make a sequence of them that goes on from
-        `first_token`.
+    def commit_ticket(self, owner: str, spec: RequestSpec, *first_tokens: int, exact: bool = True) -> None:
+        """The ticket's blocks hold the KV of ``spec.known_tokens``: make sequences of them that go on from
+        `first_tokens`, one for each of ``spec.samples``.
 
-        `first_token` is reported by the next result. If it ends the request, the blocks are freed at once. `exact`:
-        the KV is what this model computes, and not what a lossy codec left of it; if it is not, none of it ever
-        comes into the prefix cache.
+        They are reported by the next result. A sample that one of them ends frees its blocks at once. `exact`: the KV
+        is what this model computes, and not what a lossy codec left of it; if it is not, none of it ever comes into
+        the prefix cache.
         Raises TicketError if there is no such ticket or it was reserved for another request, InvalidRequest as `add`
         does; the ticket then is as before.
         """
         self.check_runnable(spec)
-        if not 0 <= first_token < self.model.vocab_size:
-            raise InvalidRequest("first_token", f"{first_token} is not in [0, {self.model.vocab_size})")
+        samples = spec.samples
+        if len(first_tokens) != len(samples):
+            raise InvalidRequest("first_tokens", f"are {len(first_tokens)}, for {len(samples)} samples")
+        for token in first_tokens:
+            if not 0 <= token < self.model.vocab_size:
+                raise InvalidRequest("first_tokens", f"{token} is not in [0, {self.model.vocab_size})")
         known = len(spec.known_tokens)
-        sequence = self._new_sequence(spec, SequenceKind.GENERATE)
-        sequence.replay_until = 0
-        sequence.num_scored = sequence.num_prompt  # by whoever computed the prompt
-        sequence.exact = exact
         with self.lock:
-            self._check_new(spec.key)
+            self._check_new(spec)
             ticket, blocks = self._tickets.get(owner), self._blocks.blocks_of(Owner.ticket(owner))
             if ticket is None:
                 raise TicketError(f"ticket {owner} is not open")
-            if len(blocks) != self._blocks.blocks_for(known + 1):
+            if len(blocks) != self._blocks.blocks_for(known + 1) + len(samples) - 1:
                 raise TicketError(f"ticket {owner} has {len(blocks)} blocks, not those of {known} tokens")
             if not ticket.is_for(spec):
                 raise TicketError(f"ticket {owner} was reserved for other tokens")
-            output = self._start_output(spec) if ticket.spec is None else ticket.output
-            if output is not None and not output.allows(first_token):
-                raise InvalidRequest("first_token", f"{first_token} does not fit the structured output")
-            sequence.output = output
-            sequence.hashes = ticket.hashes
-            sequence.num_computed = known
-            sequence.take_blocks(blocks)
-            self._blocks.transfer(Owner.ticket(owner), Owner.sequence(spec.key))
+            outputs = self._start_outputs(spec) if ticket.spec is None else ticket.outputs
+            for output, token in zip(outputs, first_tokens, strict=True):
+                if output is not None and not output.allows(token):
+                    raise InvalidRequest("first_tokens", f"{token} does not fit the structured output")
+            sequences = [self._new_sequence(sample, SequenceKind.GENERATE) for sample in samples]
+            for sequence, output in zip(sequences, outputs, strict=True):
+                sequence.outputs = (output,)
+                sequence.hashes = list(ticket.hashes)
+                sequence.replay_until = 0
+                sequence.num_scored = sequence.num_prompt  # by whoever computed the prompt
+                sequence.exact = exact
+                self._enter(sequence)
+            heir = sequences[0]
+            self._blocks.transfer(Owner.ticket(owner), Owner.sequence(heir.key))
             del self._tickets[owner]
-            self._enter(sequence)
-            self._publish(sequence)
-            index = sequence.generated
-            if output is not None:
-                output.take_sampled(first_token)
-            finish = sequence.append(first_token)
-            self._echoes.append(TokenOut(spec.key, 0, index, first_token, finish))
-            if finish is not None:
-                self._leave(sequence)
+            share_out(sequences, self._blocks, self._runner.cache, known, published=0, own=1)
+            self._publish(heir)
+            for sequence, token in zip(sequences, first_tokens, strict=True):
+                self._echo(sequence, token)
+
+    def _echo(self, sequence: Sequence, token: int) -> None:
+        """A first token that came with a ticket: the next result reports it."""
+        index = sequence.generated
+        if sequence.output is not None:
+            sequence.output.take_sampled(token)
+        finish = sequence.append(token)
+        self._echoes.append(TokenOut(sequence.key, index, token, finish))
+        if finish is not None:
+            self._leave(sequence)
 
     def release_ticket(self, owner: str) -> None:
         """Free the blocks of a ticket into which nothing is being written any more. Idempotent."""
@@ -351,17 +365,13 @@ class Engine:
             rejected: list[tuple[RequestKey, PdserveError]] = []
             prefilled: list[PrefillStats] = []
             prompt_logprobs: list[PromptLogprobs] = []
+            forked: list[RequestKey] = []
             for key, start, end, *_ in plan.chunks:
                 sequence = self._sequences.get(key)
                 if sequence is None:
                     continue  # aborted meanwhile
-                token = sampled.get(key)
-                if token is not None and not 0 <= token < self.model.vocab_size:
-                    rejected.append((key, self._reject(sequence, token)))
-                    continue
-                if token is not None and (problem := _off_structure(sequence, token)) is not None:
-                    sequence.abort()
-                    self._leave(sequence)
+                samples = [(name, sampled[name]) for name in sequence.samples if name in sampled]
+                if not sequence.spec.branches and samples and (problem := self._misfit(sequence, samples[0][1])):
                     rejected.append((key, problem))
                     continue
                 preempt, replay = sequence.recomputed(start, end)
@@ -373,27 +383,84 @@ class Engine:
                 if key in scored:
                     sequence.num_scored = scored[key].end
                     prompt_logprobs.append(PromptLogprobs(key, scored[key]))
-                if token is None:
-                    continue
-                self._queue.generated(sequence.spec.tenant, 1)
-                index = sequence.generated
-                if index == sequence.num_known - sequence.num_prompt:
+                if samples and sequence.generated == sequence.num_known - sequence.num_prompt:
                     prefilled.append(PrefillStats.of(sequence, now))
-                finish = sequence.append(token)
-                logprobs = None
-                if key in logprob_rows:
-                    assert output.logprobs is not None
-                    top = sequence.spec.params.logprobs
-                    logprobs = of_sample(output.logprobs, logprob_rows[key], index, top or 0)
-                tokens.append(TokenOut(key, 0, index, token, finish, logprobs))
-                if sequence.state is SequenceState.FINISHED:
-                    self._leave(sequence)
+                if samples and sequence.spec.branches:
+                    forked.append(key)
+                    self._fork(sequence)
+                for name, token in samples:
+                    sampler = self._sequences.get(name)
+                    if sampler is None:
+                        continue  # a branch that was aborted before there was a trunk's end
+                    if sequence.spec.branches and (problem := self._misfit(sampler, token)):
+                        rejected.append((name, problem))
+                        continue
+                    logprobs = None
+                    if name in logprob_rows:
+                        assert output.logprobs is not None
+                        top = sampler.spec.params.logprobs
+                        logprobs = of_sample(output.logprobs, logprob_rows[name], sampler.generated, top or 0)
+                    tokens.append(self._take_sampled(sampler, token, logprobs))
             seconds = now - flight.record.started
             if plan.chunks:
                 self._log.end(flight.record, 1e3 * seconds)
             if plan.step_id > 1 and plan.step_input.num_decodes < len(plan.chunks):  # the first pays for lazy set-up
                 self._swap.prefill_speed.add(len(plan.step_input.token_ids), seconds)
-            return StepResult(plan.step_id, tuple(tokens), tuple(rejected), tuple(prefilled), tuple(prompt_logprobs))
+            return StepResult(
+                plan.step_id,
+                tuple(tokens),
+                tuple(rejected),
+                tuple(prefilled),
+                tuple(prompt_logprobs),
+                tuple(forked),
+            )
+
+    def _misfit(self, sequence: Sequence, token: int) -> PdserveError | None:
+        """If there is nothing that could be its next token, end it and say why; else take the token into its
+        structured output."""
+        if not 0 <= token < self.model.vocab_size:
+            return self._reject(sequence, token)
+        problem = _off_structure(sequence, token)
+        if problem is not None:
+            sequence.abort()
+            self._leave(sequence)
+        return problem
+
+    def _take_sampled(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> TokenOut:
+        """It has its next token."""
+        self._queue.generated(sequence.spec.tenant, 1)
+        index = sequence.generated
+        finish = sequence.append(token)
+        if sequence.state is SequenceState.FINISHED:
+            self._leave(sequence)
+        return TokenOut(sequence.key, index, token, finish, logprobs)
+
+    # ------------------------------------------------------------------------------------------------- samples
+
+    def _fork(self, trunk: Sequence) -> None:
+        """The prompt of several samples is computed: put them in the place of their trunk, those of them that are
+        still wanted. Where the trunk's blocks stay with a send session the samples need none."""
+        branches: list[Sequence] = []
+        for spec, output in zip(trunk.spec.samples, trunk.outputs, strict=True):
+            if spec.key not in trunk.unwanted:
+                branch = self._new_sequence(spec, trunk.kind)
+                branch.branch_off(trunk)
+                branch.outputs = (output,)
+                self._enter(branch)
+                branches.append(branch)
+        if branches and trunk.kind is SequenceKind.GENERATE:
+            self._blocks.transfer(Owner.sequence(trunk.key), Owner.sequence(branches[0].key))
+            computed, published = trunk.num_computed, trunk.num_published
+            share_out(branches, self._blocks, self._runner.cache, computed, published=published)
+        self._leave(trunk)
+
+    def _abort_unborn(self, key: RequestKey) -> bool:
+        """Abort a branch whose trunk is still being computed; False if there is none."""
+        for sequence in self._sequences.values():
+            if key in sequence.spec.branch_keys:
+                sequence.unwanted.add(key)
+                return True
+        return False
 
     def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
         """The forward pass of `plan` has raised: its sequences end and are reported as rejected with `error`."""
@@ -486,13 +553,14 @@ class Engine:
         root = self._root(spec) if self._prefix_cache else None
         return Sequence(spec, kind, block_size=self._block_size, now=self._clock.now(), root=root)
 
-    def _start_output(self, spec: RequestSpec) -> OutputState | None:
-        """Where the request's structured output stands after what was delivered; None if the output is free."""
+    def _start_outputs(self, spec: RequestSpec) -> tuple[OutputState | None, ...]:
+        """Where the structured outputs of the request's samples stand after what was delivered; None where the output
+        is free."""
         output = spec.params.structured_output
         if output is None:
-            return None
+            return (None,) * len(spec.samples)
         assert self._guards is not None, "checked before"
-        return self._guards.start(output, spec.params, spec.delivered)
+        return tuple(self._guards.start(output, spec.params, spec.delivered) for _ in spec.samples)
 
     def _root(self, spec: RequestSpec) -> bytes:
         return chain_root(self.geometry.model_digest, salt=spec.cache_salt)
@@ -501,10 +569,11 @@ class Engine:
         """Names of the full blocks of what the request knows; none if there is no prefix cache."""
         return block_hashes(self._root(spec), spec.known_tokens, self._block_size) if self._prefix_cache else []
 
-    def _check_new(self, key: RequestKey) -> None:
-        owners = (Owner.sequence(key), Owner.send(key), Owner.swap(key))
-        if key in self._sequences or any(map(self._blocks.blocks_of, owners)):
-            raise InvalidRequest("request_id", f"attempt {key.attempt} of {key.request_id} is already here")
+    def _check_new(self, spec: RequestSpec) -> None:
+        for key in (spec.key, *spec.branch_keys):
+            owners = (Owner.sequence(key), Owner.send(key), Owner.swap(key))
+            if key in self._sequences or any(map(self._blocks.blocks_of, owners)):
+                raise InvalidRequest("request_id", f"attempt {key.attempt} of {key.request_id} is already here")
 
     def _apply_decision(self, decision: ScheduleDecision, now: float) -> StepPlan | None:
         # Before anything is freed: whether a front is left behind depends on who uses it.
@@ -547,7 +616,7 @@ class Engine:
         make_masks = None if self._guards is None else self._guards.masks
         step_input = build_step(self._step_id, parts, self._block_size, make_masks)
         plan = StepPlan(self._step_id, step_input, tuple(chunks))
-        sampled = tuple(part.sequence.key for part in parts if part.samples)
+        sampled = tuple(name for part in parts if part.samples for name in part.sequence.samples)
         scored = tuple(span for part in parts if (span := part.scored) is not None)
         self._in_flight = _InFlight(plan, sampled, scored, frozenset(chunk.key for chunk in chunks), record)
         return plan

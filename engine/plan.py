@@ -37,11 +37,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class TokenOut:
-    """A token to report. `index` counts generated tokens, delivered ones included; `finish` is set on the last.
-    `logprobs`: of this token, if they were asked for and it was sampled here."""
+    """A token to report, of the request or sample `key`. `index` counts generated tokens, delivered ones included;
+    `finish` is set on the last. `logprobs`: of this token, if they were asked for and it was sampled here."""
 
     key: RequestKey
-    sample: int
     index: int
     token_id: int
     finish: FinishReason | None
@@ -84,10 +83,12 @@ class PrefillStats:
 class StepResult:
     """News of one step: tokens in the order in which they are to be reported, sequences that ended by an error (the
     engine holds nothing of them but what a send session still owns), prompts that are done, and log-probabilities of
-    prompt tokens, which are to be reported before the tokens."""
+    prompt tokens, which are to be reported before the tokens. `forked`: trunks that have become their branches (see
+    `RequestSpec`), whose first tokens are among `tokens`; nothing follows of a trunk but the end of its send."""
 
     step_id: int
     tokens: tuple[TokenOut, ...]
     rejected: tuple[tuple[RequestKey, PdserveError], ...]
     prefilled: tuple[PrefillStats, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    forked: tuple[RequestKey, ...] = ()

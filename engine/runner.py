@@ -9,7 +9,7 @@ from engine.kv_cache import PagedKvCache
 from engine.models.network import Network
 from engine.read_out import read_out
 from engine.step import StepInput, StepOutput, StepProgress
-from pdcore.types import KvGeometry, ModelInfo
+from pdcore.types import MAX_SAMPLES, KvGeometry, ModelInfo
 
 
 class CpuModelRunner:
@@ -21,13 +21,13 @@ class CpuModelRunner:
     """
 
     def __init__(self, network: Network, model: ModelInfo, geometry: KvGeometry, max_num_seqs: int) -> None:
-        """`max_num_seqs`: sample slots are below this."""
+        """`max_num_seqs`: of a step; each may have `MAX_SAMPLES` samples."""
         self.model = model
         self.geometry = geometry
         self.progress = StepProgress()
         self.cache = PagedKvCache(geometry)
         self._network = network
-        self._last_sampled = np.zeros(max_num_seqs, np.int64)
+        self._last_sampled = np.zeros(max_num_seqs * MAX_SAMPLES, np.int64)
 
     def run(self, step: StepInput) -> StepOutput:
         """Run one forward pass, write K and V of its tokens, sample. Blocks until the tokens are on the host."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.token_rules import SequenceRules
 from pdcore.hashing import block_hashes
-from pdcore.types import FinishReason, RequestSpec
+from pdcore.types import FinishReason, RequestKey, RequestSpec
 
 if TYPE_CHECKING:  # this module is pure
     from engine.structured import OutputState
@@ -79,6 +79,9 @@ class Sequence:
         |<------------------- num_tokens ---------------------->|
         |<------ num_computed: in the cache ------>|<- at least one, the input of a later step
 
+    The sequence of a request with several samples is a *trunk*: all its known tokens are computed, and what is
+    sampled then are its branches' first tokens. They go on as sequences of their own, which share its full blocks.
+
     `num_scored`: prompt tokens from the front whose log-probabilities need not be reported any more; `num_prompt` if
     they were not asked for. Until then it takes nothing from the prefix cache: every token of the prompt is computed.
 
@@ -113,7 +116,7 @@ class Sequence:
         "num_published",
         "num_scored",
         "num_tokens",
-        "output",
+        "outputs",
         "phase",
         "preempt_until",
         "preempted",
@@ -128,6 +131,7 @@ class Sequence:
         "state",
         "stop_tokens",
         "table",
+        "unwanted",
     )
 
     def __init__(
@@ -160,7 +164,9 @@ class Sequence:
         self.exact = True  # no KV in its blocks came through a codec that changes numbers
         self.cached_tokens = 0  # of the prompt: taken from the prefix cache when it first got blocks
         self.stop_tokens = frozenset(spec.params.stop_token_ids)
-        self.output: OutputState | None = None  # where a structured output stands
+        # Where structured outputs stand, for each of `samples`.
+        self.outputs: tuple[OutputState | None, ...] = (None,) * len(self.samples)
+        self.unwanted: set[RequestKey] = set()  # branches of a trunk that were aborted before there were any
         prompt, output = self.buffer[: self.num_prompt], self.buffer[self.num_prompt : self.num_known]
         self.rules = SequenceRules.of(spec.params, prompt, output, total)
         # Nothing stands before the first token that could make it likely.
@@ -188,6 +194,20 @@ class Sequence:
         if kind is SequenceKind.PREFILL:
             return len(spec.known_tokens) + 1
         return len(spec.prompt) + spec.params.max_tokens
+
+    @property
+    def samples(self) -> tuple[RequestKey, ...]:
+        """Who gets the next token: the branches of a trunk, else itself."""
+        return self.spec.branch_keys or (self.key,)
+
+    def sample_number(self, draw: int) -> int:
+        """Which of its client's samples the `draw`-th of `samples` is."""
+        return self.spec.branches[draw].sample if self.spec.branches else self.spec.sample
+
+    @property
+    def output(self) -> OutputState | None:
+        """Where its structured output stands; None if it is free. Not of a trunk, which has none."""
+        return self.outputs[0]
 
     @property
     def remaining(self) -> int:
@@ -264,6 +284,28 @@ class Sequence:
         self.skipped = 0
         self.chunks += 1
         self.last_step = step_id
+
+    def branch_off(self, trunk: Sequence) -> None:
+        """Be one of the samples of `trunk`, of which all known tokens are computed and which has no more prompt
+        tokens to report. Its blocks come from elsewhere, if it gets any: it is as one that lost them until then."""
+        self.hashes = list(trunk.hashes)
+        self.exact = trunk.exact
+        self.num_scored = self.num_prompt
+        self.chunks, self.last_step = trunk.chunks, trunk.last_step
+        self.queued_at, self.started_at, self.ran_at = trunk.queued_at, trunk.started_at, trunk.ran_at
+        self.cached_tokens = trunk.cached_tokens
+        self.replay_until, self.preempt_until = 0, trunk.num_computed
+        self.preempted = True
+
+    def take_computed(self, blocks: Seq[int], tokens: int, published: int) -> None:
+        """Begin with these blocks, which hold the KV of `tokens` tokens; the first `published` of them were offered
+        to the prefix cache."""
+        assert self.num_blocks == 0, self.key
+        self.take_blocks(blocks)
+        self.num_computed = tokens
+        self.num_published = published
+        self.preempt_until = 0
+        self.preempted = False
 
     def preempt(self) -> None:
         """Its blocks are gone, or the copy of them in host memory."""

@@ -56,7 +56,7 @@ class StepInput:
         context_lens: int32 [S]; tokens in the cache once this step's are written.
         block_tables: int32 [S, B]; block ids in order, padded with 0.
         sample_rows: int32 [R]; token rows whose logits are sampled.
-        sample_slots: int32 [R]; where the runner keeps each sampled token; below `max_num_seqs`.
+        sample_slots: int32 [R]; where the runner keeps each sampled token; below ``max_num_seqs * MAX_SAMPLES``.
         temperature, top_p, min_p: float32 [R]. top_k: int32 [R], 0 is off.
         seeds: uint64 [R]. sample_index: int32 [R]. sample_positions: int64 [R], position of the token being sampled.
         forbidden_rows, forbidden_tokens: int32 [F]; pairs (index into the R samples, token) that may not be sampled.

@@ -33,13 +33,13 @@ class Ticket:
         spec: the request that it is for; None if only the number of its tokens is known.
         hashes: names of the full blocks of what the request knows.
         revoking: its revocation has been asked for.
-        output: where the structured output of the request stands; None if it is free.
+        outputs: where structured outputs stand, for each of the request's samples; None where it is free.
     """
 
     spec: RequestSpec | None
     hashes: list[bytes]
     revoking: bool = False
-    output: OutputState | None = None
+    outputs: tuple[OutputState | None, ...] = (None,)
 
     def is_for(self, spec: RequestSpec) -> bool:
         """Whether KV of `spec` is what was reserved, as far as is known."""

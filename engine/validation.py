@@ -9,7 +9,7 @@ from engine.blocks import BlockManager
 from engine.sequence import Sequence, SequenceKind
 from pdcore.errors import InvalidRequest
 from pdcore.logprobs import MAX_LOGPROBS
-from pdcore.types import RequestSpec, SamplingParams
+from pdcore.types import MAX_SAMPLES, RequestSpec, SamplingParams
 
 
 def check_request(
@@ -27,6 +27,10 @@ def _problems(
     params = spec.params
     if not spec.prompt:
         yield "prompt", "must have at least one token"
+    if spec.branches:
+        yield from _branch_problems(spec)
+    if not 0 <= spec.sample < MAX_SAMPLES:
+        yield "sample", f"must be in [0, {MAX_SAMPLES}), got {spec.sample}"
     if params.max_tokens < 1:
         yield "sampling.max_tokens", f"must be at least 1, got {params.max_tokens}"
     if spec.token_window < 1:
@@ -72,6 +76,19 @@ def _problems(
             f"{len(spec.prompt)} tokens and what is generated from them need {needed} KV blocks of"
             f" {blocks.block_size} tokens; this worker has {blocks.num_blocks}",
         )
+
+
+def _branch_problems(spec: RequestSpec) -> Iterator[tuple[str, str]]:
+    """As `_problems`, of the trunk of several samples."""
+    if len(spec.branches) > MAX_SAMPLES:
+        yield "branches", f"must be at most {MAX_SAMPLES}, got {len(spec.branches)}"
+    if len({spec.key, *spec.branch_keys}) <= len(spec.branches):
+        yield "branches", "must have names of their own, each its own"
+    bad = next((branch.sample for branch in spec.branches if not 0 <= branch.sample < MAX_SAMPLES), None)
+    if bad is not None:
+        yield "branches", f"must be samples in [0, {MAX_SAMPLES}), got {bad}"
+    if spec.delivered:
+        yield "delivered", f"has {len(spec.delivered)} tokens: nothing is delivered of a trunk"
 
 
 def _rule_problems(params: SamplingParams) -> Iterator[tuple[str, str]]:

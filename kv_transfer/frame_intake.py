@@ -164,7 +164,7 @@ class FrameIntake:
             lossless=not target.converted and all(self._registry[name].lossless for name, _ in counts.codec_bytes),
         )
         try:
-            accepted = self._host.on_commit(ticket.key, ticket.first_token, stats)
+            accepted = self._host.on_commit(ticket.key, ticket.first_tokens, stats)
         except Exception:
             logger.exception("the host failed to commit %s", ticket.key)
             accepted = False

@@ -46,7 +46,7 @@ class Manifest:
         ref: the ticket. key: the request and attempt it was sent for.
         num_tokens: tokens of KV that the decode worker holds once committed, prefix included.
         num_frames: frames sent; their indices are ``0..num_frames - 1``.
-        first_token: token id sampled by the prefill worker.
+        first_tokens: token ids sampled by the prefill worker, one for each sample of the request.
         digest: `frames_digest` of the frames.
         codec_reason: for people: why the sender chose its codec; at most `MAX_REASON_CHARS` characters.
     """
@@ -55,7 +55,7 @@ class Manifest:
     key: RequestKey
     num_tokens: int
     num_frames: int
-    first_token: int
+    first_tokens: tuple[int, ...]
     digest: int
     codec_reason: str = ""
 

@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 
 from kv_transfer.manifest import FrameSpan
 
-
 LEAST_TOKENS: Final = 64
 """Codecs that work by channel want as many tokens of it at a time."""
 
@@ -33,8 +32,8 @@ class FramePlanner:
     Attributes:
         num_layers, token_start, token_end: the rectangle to tile.
         frame_tokens: tokens per frame at most.
-        group_bytes: raw bytes of a frame, about: layers are grouped until it has them, and tokens of one layer that has
-            more are split, never into fewer than `LEAST_TOKENS`. May be changed between frames.
+        group_bytes: raw bytes of a frame, about: layers are grouped until it has them, and tokens of one layer that
+            has more are split, never into fewer than `LEAST_TOKENS`. May be changed between frames.
         layer_token_bytes: K and V of one token in one layer, in bytes.
     """
 

@@ -62,7 +62,7 @@ class CommitTicket(NamedTuple):
 
     ref: TicketRef
     key: RequestKey
-    first_token: int
+    first_tokens: tuple[int, ...]
     counts: TransferCounts
     codec_reason: str
 
@@ -236,7 +236,7 @@ class ReceiveSession:
         problems = (part.manifest_problem() for part in self.parts.values())
         if problem := next(filter(None, problems), None):
             return problem
-        tokens = {manifest.first_token for manifest in self.manifests}
+        tokens = {manifest.first_tokens for manifest in self.manifests}
         return f"the senders sampled different first tokens: {sorted(tokens)}" if len(tokens) > 1 else None
 
     def copy(self) -> ReceiveSession:

@@ -174,9 +174,11 @@ class KvSender:
         """All layers of tokens ``[0, token_end)`` are in the cache."""
         self._post(key, Computed(token_end))
 
-    def finish(self, key: RequestKey, first_token: int) -> None:
-        """All tokens are computed and `first_token` was sampled: the manifest follows the last frame."""
-        self._post(key, Finish(first_token))
+    def finish(self, key: RequestKey, *first_tokens: int) -> None:
+        """All tokens are computed and `first_tokens` were sampled, one for each sample of the request: the manifest
+        follows the last frame."""
+        assert first_tokens, key
+        self._post(key, Finish(first_tokens))
 
     def abort(self, key: RequestKey, reason: str) -> None:
         """End a send; `on_done` follows with an error, unless it is over. Idempotent."""

@@ -56,9 +56,9 @@ class Computed(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Every token is computed, and this one was sampled."""
+    """Every token is computed, and these were sampled, one for each sample of the request."""
 
-    first_token: int
+    first_tokens: tuple[int, ...]
 
 
 class FrameSent(NamedTuple):
@@ -219,7 +219,7 @@ class SendSession:
     gathering: set[int] = field(default_factory=set)
     unacked: set[int] = field(default_factory=set)
     retry: list[int] = field(default_factory=list)
-    first_token: int | None = None
+    first_tokens: tuple[int, ...] = ()
     failure: SendFailure | None = None
     progress_at: float = 0.0
     frames_sent: int = 0
@@ -324,9 +324,9 @@ class SendSession:
                 self.planner.layers_done(step_id, layers)
             case Computed(token_end):
                 self.planner.computed_to(token_end)
-            case Finish(first_token):
+            case Finish(first_tokens):
                 self.planner.computed_to(self.plan.token_end)
-                self.first_token = first_token
+                self.first_tokens = first_tokens
             case Acked(index):
                 if index in self.unacked:
                     self.unacked.remove(index)
@@ -392,9 +392,9 @@ class SendSession:
 
     def _settle(self) -> tuple[SendEffect, ...]:
         """Transitions that need no event of their own."""
-        if self.phase is SendPhase.SENDING and self.first_token is not None and self._all_sent():
+        if self.phase is SendPhase.SENDING and self.first_tokens and self._all_sent():
             self.phase = SendPhase.CONFIRMING
-            return (SendManifest(self._manifest(self.first_token)),)
+            return (SendManifest(self._manifest()),)
         if self.phase is SendPhase.CLOSING and not self.gathering:
             self.phase = SendPhase.DONE
             return (SendDone(self.failure),)
@@ -404,13 +404,13 @@ class SendSession:
         """Every token of every layer has been sent at least once."""
         return len(self.checksums) == len(self.spans) and self.planner.exhausted
 
-    def _manifest(self, first_token: int) -> Manifest:
+    def _manifest(self) -> Manifest:
         return Manifest(
             ref=self.plan.ref,
             key=self.plan.key,
             num_tokens=self.plan.token_end,
             num_frames=len(self.spans),
-            first_token=first_token,
+            first_tokens=self.first_tokens,
             digest=frames_digest(self.checksums[index] for index in range(len(self.spans))),
         )
 
@@ -438,6 +438,6 @@ class SendSession:
             frozenset(self.gathering),
             frozenset(self.unacked),
             tuple(self.retry),
-            self.first_token,
+            self.first_tokens,
             self.progress_at,
         )

@@ -314,7 +314,7 @@ class TicketTable:
             return self._end(session, f"the manifest does not fit: {problem}", failed=True)
         session.phase = TicketPhase.COMMITTING
         manifest = session.manifests[0]
-        return (CommitTicket(session.ref, session.key, manifest.first_token, session.counts, manifest.codec_reason),)
+        return (CommitTicket(session.ref, session.key, manifest.first_tokens, session.counts, manifest.codec_reason),)
 
     def _end(
         self, session: ReceiveSession, reason: str, failed: bool, knows: int | None = None

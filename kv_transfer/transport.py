@@ -55,9 +55,10 @@ class KvStore(Protocol):
 class TicketHost(Protocol):
     """The decode worker, as the receiver sees it. Called from the receiver's threads, holding none of its locks."""
 
-    def on_commit(self, key: RequestKey, first_token: int, stats: KvTransferStats) -> bool:
-        """Every frame is in place and the manifest is verified: take the blocks as a sequence that starts with
-        `first_token`. Returns False if the request is gone (aborted meanwhile); the receiver then releases."""
+    def on_commit(self, key: RequestKey, first_tokens: tuple[int, ...], stats: KvTransferStats) -> bool:
+        """Every frame is in place and the manifest is verified: take the blocks as sequences that go on from
+        `first_tokens`, one for each sample of the request. Returns False if the request is gone (aborted meanwhile);
+        the receiver then releases."""
         ...
 
     def on_release(self, key: RequestKey, reason: str, failed: bool) -> None:

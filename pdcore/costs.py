@@ -116,7 +116,7 @@ class RebuildChoice:
 
 
 def frame_bytes_for(link_bytes_s: float, most: int) -> int:
-    """Raw bytes of a frame on a link of `link_bytes_s`: `FRAME_S` of it, `LEAST_FRAME_BYTES` at least, `most` at most."""
+    """Raw bytes of a frame on a link of so many bytes/s: `FRAME_S` of it, within `LEAST_FRAME_BYTES` and `most`."""
     return min(most, max(LEAST_FRAME_BYTES, int(FRAME_S * link_bytes_s)))
 
 

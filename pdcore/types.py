@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from pdcore.step_time import StepTime
 from pdcore.structured import StructuredOutput
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Version of the session and KV protocols spoken by this build."""
+
+MAX_SAMPLES = 16
+"""Samples of one request, at most."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the supported weight, compute and cache dtypes."""
@@ -46,6 +49,13 @@ class RequestKey(NamedTuple):
 
     request_id: str
     attempt: int
+
+
+class Branch(NamedTuple):
+    """One of several samples of a request, as a request of its own: its key, and which of the samples it is."""
+
+    key: RequestKey
+    sample: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,10 @@ class RequestSpec:
         rebuild: its KV was computed elsewhere before, and the transfer failed.
         tenant: who it is for; the queue policy `fair` shares out among tenants.
         priority: how urgent it is; the queue policy `priority` goes by it.
+        sample: which of its client's samples this is; it makes the random draws differ.
+        branches: this is the trunk of several samples: its prompt is computed, and sent, once. In the place of a
+            first token of its own it has one for each of these, which go on from there as requests of their own
+            (`samples`). Empty for a request with one sample; nothing is delivered of a trunk.
     """
 
     key: RequestKey
@@ -121,6 +135,24 @@ class RequestSpec:
     rebuild: bool = False
     tenant: str = ""
     priority: PriorityClass = PriorityClass.STANDARD
+    sample: int = 0
+    branches: tuple[Branch, ...] = ()
+
+    @property
+    def samples(self) -> tuple[RequestSpec, ...]:
+        """The requests that get the first tokens: its branches, or itself if there are none."""
+        if not self.branches:
+            return (self,)
+        params = replace(self.params, prompt_logprobs=None)  # the trunk's business
+        return tuple(
+            replace(self, key=branch.key, params=params, sample=branch.sample, branches=())
+            for branch in self.branches
+        )
+
+    @property
+    def branch_keys(self) -> tuple[RequestKey, ...]:
+        """Of its branches."""
+        return tuple(branch.key for branch in self.branches)
 
     @property
     def known_tokens(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.engine import Chunk, Engine, StepPlan, StepResult
+from engine.engine import Chunk, Engine, StepPlan, StepResult, TokenOut
 from engine.sequence import SequenceKind
 from kv_transfer.sender import KvSender
 from kv_transfer.transport import SendOutcome
@@ -47,6 +47,7 @@ class PrefillHandler:
         self._faults = faults
         self._lock = threading.Lock()
         self._requests: dict[RequestKey, _Prefill] = {}
+        self._trunks: dict[RequestKey, RequestKey] = {}  # of branches
         self._wake = wake
 
     # -- commands ----------------------------------------------------------------------------------------------
@@ -66,6 +67,7 @@ class PrefillHandler:
         with self._lock:
             self._engine.add(spec, SequenceKind.PREFILL)
             self._requests[spec.key] = _Prefill(spec, ticket)
+            self._trunks.update(dict.fromkeys(spec.branch_keys, spec.key))
         self._wake()
 
     def abort(self, key: RequestKey, reason: str) -> None:
@@ -131,13 +133,16 @@ class PrefillHandler:
             self._reporter.notice(scored.key, prompt_logprobs_notice(scored.logprobs))
         # The client should have its first token before the manifest travels: report, then finish.
         self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
-        for token in result.tokens:
-            if token.finish is None:
-                self._sender.finish(token.key, token.token_id)
-            else:
-                self._end_at_first_token(token.key)
         for key, error in result.rejected:
-            self._reject(key, error)
+            self._reject(self._trunks.get(key, key), error)
+        firsts: dict[RequestKey, list[TokenOut]] = {}
+        for token in result.tokens:
+            firsts.setdefault(self._trunks.get(token.key, token.key), []).append(token)
+        for key, tokens in firsts.items():
+            if all(token.finish is not None for token in tokens):
+                self._end_at_first_token(key)
+            else:
+                self._sender.finish(key, *(token.token_id for token in tokens))
 
     def _end_at_first_token(self, key: RequestKey) -> None:
         """Nothing is to be committed: the end of the send is no news to the router."""
@@ -179,7 +184,10 @@ class PrefillHandler:
 
     def _drop(self, key: RequestKey) -> None:
         self._engine.release_send(key)
-        self._requests.pop(key, None)
+        request = self._requests.pop(key, None)
+        if request is not None:
+            for branch in request.spec.branch_keys:
+                self._trunks.pop(branch, None)
 
     def _report_failure(self, key: RequestKey, error: PdserveError) -> None:
         self._reporter.notice(key, failed_notice(error))

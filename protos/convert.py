@@ -9,6 +9,7 @@ from pdcore.logprobs import Logprobs
 from pdcore.step_time import StepTime
 from pdcore.structured import StructuredOutput, StructureKind
 from pdcore.types import (
+    Branch,
     KvEndpoint,
     KvGeometry,
     KvTicket,
@@ -326,6 +327,11 @@ def spec_to_proto(spec: RequestSpec) -> worker_pb2.WorkerRequest:
         rebuild=spec.rebuild,
         tenant=spec.tenant,
         request_class=_CLASS_TO_PROTO[spec.priority],
+        sample=spec.sample,
+        branches=[
+            worker_pb2.Branch(request_id=branch.key.request_id, attempt=branch.key.attempt, sample=branch.sample)
+            for branch in spec.branches
+        ],
     )
 
 
@@ -371,6 +377,8 @@ def spec_from_proto(message: worker_pb2.WorkerRequest) -> RequestSpec:
         rebuild=message.rebuild,
         tenant=message.tenant,
         priority=_CLASS_FROM_PROTO.get(message.request_class, PriorityClass.STANDARD),
+        sample=message.sample,
+        branches=tuple(Branch(RequestKey(b.request_id, b.attempt), b.sample) for b in message.branches),
     )
 
 

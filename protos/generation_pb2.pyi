@@ -169,6 +169,7 @@ class Sampling(google.protobuf.message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
+    N_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """>= 1; default 256, or what is left of the context if that is less"""
@@ -203,6 +204,8 @@ class Sampling(google.protobuf.message.Message):
     """the text ends behind the stop string (or token), not before it"""
     skip_special_tokens: builtins.bool
     """leave special tokens out of the text; default true"""
+    n: builtins.int
+    """1 to 16 samples of the output, from one prefill; default 1"""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """at most 16 strings of 1 to 256 characters; left out of the output"""
@@ -250,11 +253,12 @@ class Sampling(google.protobuf.message.Message):
         prompt_logprobs: builtins.int | None = ...,
         include_stop_str_in_output: builtins.bool = ...,
         skip_special_tokens: builtins.bool | None = ...,
+        n: builtins.int | None = ...,
         structured_output: protos.worker_pb2.StructuredOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["frequency_penalty"]
     _WhichOneofArgType__frequency_penalty: typing_extensions.TypeAlias = typing.Literal["_frequency_penalty", b"_frequency_penalty"]
@@ -266,6 +270,8 @@ class Sampling(google.protobuf.message.Message):
     _WhichOneofArgType__min_p: typing_extensions.TypeAlias = typing.Literal["_min_p", b"_min_p"]
     _WhichOneofReturnType__min_tokens: typing_extensions.TypeAlias = typing.Literal["min_tokens"]
     _WhichOneofArgType__min_tokens: typing_extensions.TypeAlias = typing.Literal["_min_tokens", b"_min_tokens"]
+    _WhichOneofReturnType__n: typing_extensions.TypeAlias = typing.Literal["n"]
+    _WhichOneofArgType__n: typing_extensions.TypeAlias = typing.Literal["_n", b"_n"]
     _WhichOneofReturnType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["presence_penalty"]
     _WhichOneofArgType__presence_penalty: typing_extensions.TypeAlias = typing.Literal["_presence_penalty", b"_presence_penalty"]
     _WhichOneofReturnType__prompt_logprobs: typing_extensions.TypeAlias = typing.Literal["prompt_logprobs"]
@@ -292,6 +298,8 @@ class Sampling(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_tokens) -> _WhichOneofReturnType__min_tokens | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
     @typing.overload
@@ -372,6 +380,8 @@ Global___GenerateRequest: typing_extensions.TypeAlias = GenerateRequest
 
 @typing.final
 class Usage(google.protobuf.message.Message):
+    """Of one sample. The prompt's tokens are computed once for all samples of a request, and are the same in each."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: builtins.int
@@ -504,7 +514,7 @@ class GenerateEvent(google.protobuf.message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     sample: builtins.int
-    """0 while one sample per request is made"""
+    """which of the `n` samples this is of, from 0"""
     token_index: builtins.int
     """position of the first of token_ids in the output"""
     text: builtins.str
@@ -513,7 +523,7 @@ class GenerateEvent(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def end(self) -> Global___End:
-        """only in the last event"""
+        """only in the last event of a sample"""
 
     @property
     def logprobs(self) -> protos.worker_pb2.Logprobs:
@@ -521,7 +531,7 @@ class GenerateEvent(google.protobuf.message.Message):
 
     @property
     def prompt_logprobs(self) -> protos.worker_pb2.Logprobs:
-        """of the next prompt tokens, if asked for; `start` of the first ones is 1"""
+        """Of the next prompt tokens, if asked for; `start` of the first ones is 1. They come with sample 0."""
 
     def __init__(
         self,

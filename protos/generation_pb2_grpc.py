@@ -65,7 +65,7 @@ class GenerationServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams events until one with `end`, or an error status. Cancelling the call frees all work at once.
+        """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

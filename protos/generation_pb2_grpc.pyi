@@ -31,7 +31,7 @@ class GenerationStub:
     @typing.overload
     def __new__(cls, channel: grpc.aio.Channel) -> GenerationAsyncStub: ...
     Generate: grpc.UnaryStreamMultiCallable[protos.generation_pb2.GenerateRequest, protos.generation_pb2.GenerateEvent]
-    """Streams events until one with `end`, or an error status. Cancelling the call frees all work at once."""
+    """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once."""
     Cancel: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.CancelRequest, protos.generation_pb2.CancelReply]
     """Ends a running request of any client by its id; its stream ends with finish reason CANCELLED."""
     GetModel: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.GetModelRequest, protos.generation_pb2.GetModelReply]
@@ -42,7 +42,7 @@ class GenerationStub:
 class GenerationAsyncStub(GenerationStub):
     def __init__(self, channel: grpc.aio.Channel) -> None: ...
     Generate: grpc.aio.UnaryStreamMultiCallable[protos.generation_pb2.GenerateRequest, protos.generation_pb2.GenerateEvent]  # type: ignore[assignment]
-    """Streams events until one with `end`, or an error status. Cancelling the call frees all work at once."""
+    """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once."""
     Cancel: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.CancelRequest, protos.generation_pb2.CancelReply]  # type: ignore[assignment]
     """Ends a running request of any client by its id; its stream ends with finish reason CANCELLED."""
     GetModel: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.GetModelRequest, protos.generation_pb2.GetModelReply]  # type: ignore[assignment]
@@ -56,7 +56,7 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request: protos.generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[protos.generation_pb2.GenerateEvent], collections.abc.AsyncIterator[protos.generation_pb2.GenerateEvent]]:
-        """Streams events until one with `end`, or an error status. Cancelling the call frees all work at once."""
+        """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once."""
 
     @abc.abstractmethod
     def Cancel(

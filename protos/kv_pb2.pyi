@@ -583,7 +583,7 @@ class Manifest(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_FRAMES_FIELD_NUMBER: builtins.int
-    FIRST_TOKEN_FIELD_NUMBER: builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     CODEC_REASON_FIELD_NUMBER: builtins.int
     request_id: builtins.str
@@ -591,14 +591,16 @@ class Manifest(google.protobuf.message.Message):
     num_tokens: builtins.int
     """tokens of KV, from the start of the sequence"""
     num_frames: builtins.int
-    first_token: builtins.int
-    """sampled by the prefill worker"""
     digest: builtins.int
     """crc32 over the frames' decoded-byte checksums (uint32 little endian) in frame order"""
     codec_reason: builtins.str
     """for people: why the sender chose its codec; at most 256 characters"""
     @property
     def ticket(self) -> Global___TicketRef: ...
+    @property
+    def first_tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """sampled by the prefill worker, one for each sample"""
+
     def __init__(
         self,
         *,
@@ -607,13 +609,13 @@ class Manifest(google.protobuf.message.Message):
         attempt: builtins.int = ...,
         num_tokens: builtins.int = ...,
         num_frames: builtins.int = ...,
-        first_token: builtins.int = ...,
+        first_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         digest: builtins.int = ...,
         codec_reason: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ticket", b"ticket"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "codec_reason", b"codec_reason", "digest", b"digest", "first_token", b"first_token", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "request_id", b"request_id", "ticket", b"ticket"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "codec_reason", b"codec_reason", "digest", b"digest", "first_tokens", b"first_tokens", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "request_id", b"request_id", "ticket", b"ticket"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Manifest: typing_extensions.TypeAlias = Manifest

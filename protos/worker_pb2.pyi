@@ -585,6 +585,8 @@ class WorkerRequest(google.protobuf.message.Message):
     REBUILD_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     REQUEST_CLASS_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
+    BRANCHES_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     token_window: builtins.int
@@ -598,6 +600,8 @@ class WorkerRequest(google.protobuf.message.Message):
     tenant: builtins.str
     """who it is for; the queue policy "fair" shares out among tenants"""
     request_class: Global___RequestClass.ValueType
+    sample: builtins.int
+    """which of its client's samples this is: goes into the random draws"""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -606,6 +610,12 @@ class WorkerRequest(google.protobuf.message.Message):
 
     @property
     def sampling(self) -> Global___WorkerSampling: ...
+    @property
+    def branches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Branch]:
+        """This is the trunk of several samples. In the place of a first token of its own it has one for each of these, which
+        go on as requests of their own. A trunk has no delivered tokens.
+        """
+
     def __init__(
         self,
         *,
@@ -620,13 +630,39 @@ class WorkerRequest(google.protobuf.message.Message):
         rebuild: builtins.bool = ...,
         tenant: builtins.str = ...,
         request_class: Global___RequestClass.ValueType = ...,
+        sample: builtins.int = ...,
+        branches: collections.abc.Iterable[Global___Branch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "rebuild", b"rebuild", "request_class", b"request_class", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_window", b"token_window"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "branches", b"branches", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "rebuild", b"rebuild", "request_class", b"request_class", "request_id", b"request_id", "sample", b"sample", "sampling", b"sampling", "tenant", b"tenant", "token_window", b"token_window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
+
+@typing.final
+class Branch(google.protobuf.message.Message):
+    """One sample of a request that has several, as a request of its own."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    attempt: builtins.int
+    sample: builtins.int
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+        attempt: builtins.int = ...,
+        sample: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "request_id", b"request_id", "sample", b"sample"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Branch: typing_extensions.TypeAlias = Branch
 
 @typing.final
 class Reserve(google.protobuf.message.Message):
@@ -999,15 +1035,12 @@ class TokenEvent(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
-    SAMPLE_FIELD_NUMBER: builtins.int
     INDEX_FIELD_NUMBER: builtins.int
     TOKEN_ID_FIELD_NUMBER: builtins.int
     FINISH_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
-    sample: builtins.int
-    """index of the sample, 0 while n = 1"""
     index: builtins.int
     """position in the generated tokens, delivered ones included"""
     token_id: builtins.int
@@ -1021,7 +1054,6 @@ class TokenEvent(google.protobuf.message.Message):
         *,
         request_id: builtins.str = ...,
         attempt: builtins.int = ...,
-        sample: builtins.int = ...,
         index: builtins.int = ...,
         token_id: builtins.int = ...,
         finish: Global___TokenFinish.ValueType = ...,
@@ -1029,7 +1061,7 @@ class TokenEvent(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["logprobs", b"logprobs"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "sample", b"sample", "token_id", b"token_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "request_id", b"request_id", "token_id", b"token_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TokenEvent: typing_extensions.TypeAlias = TokenEvent

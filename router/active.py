@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from router.admission import QueueEntry
 from router.stream import RequestStream
-from router.tracker import RequestTracker
+from router.tracker import RequestState, RequestTracker
 
 logger = logging.getLogger("router.requests")
 
@@ -41,6 +41,8 @@ class ActiveRequest:
         avoid: the worker of the last failure, or the pair of the last failed transfer. refusals: so far.
         failed_transfers: so far. rebuild: it goes on without a transfer.
         local_only: disaggregation was found impossible.
+        branches: the samples of a trunk. trunk: of a sample; None once it goes on alone.
+        group: of a sample.
         no_route_since: seconds on the clock since when no worker could ever take it; None if one can.
     """
 
@@ -55,6 +57,31 @@ class ActiveRequest:
     rebuild: bool = False
     local_only: bool = False
     no_route_since: float | None = None
+    branches: tuple[ActiveRequest, ...] = ()
+    trunk: ActiveRequest | None = None
+    group: SampleGroup | None = None
+
+    @property
+    def waits(self) -> bool:
+        """A sample whose trunk has still to be dispatched."""
+        return self.trunk is not None and self.tracker.state is RequestState.QUEUED
+
+
+class SampleGroup:
+    """The samples of one request, and the trunk that they begin as."""
+
+    def __init__(self, trunk: ActiveRequest) -> None:
+        self.trunk = trunk
+
+    def add(self, sample: ActiveRequest) -> None:
+        """One more sample, which waits for the trunk."""
+        sample.trunk, sample.group = self.trunk, self
+        self.trunk.branches = (*self.trunk.branches, sample)
+
+    @property
+    def running(self) -> list[ActiveRequest]:
+        """Those that have not ended."""
+        return [sample for sample in self.trunk.branches if sample.tracker.state is not RequestState.ENDED]
 
 
 def log_event(level: int, event: str, active: ActiveRequest, **fields: object) -> None:

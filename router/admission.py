@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from pdcore.config import QueueConfig
@@ -118,6 +118,12 @@ class AdmissionQueue:
         self._arrivals += 1
         self._insert(entry)
         return Queued(entry)
+
+    def sample_of(self, entry: QueueEntry, request_id: str) -> QueueEntry:
+        """A place for one sample of a request. It does not wait: it goes with the request, until it is put back."""
+        sample = replace(entry, request_id=request_id, arrival=self._arrivals)
+        self._arrivals += 1
+        return sample
 
     def put_back(self, entry: QueueEntry, not_before: float) -> None:
         """A request that was started could not go on. It gets its old place, and is never shed."""

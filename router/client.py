@@ -51,6 +51,7 @@ class Sampling:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     min_tokens: int | None = None
+    n: int | None = None
     json_schema: str | Mapping[str, Any] | None = None
     json_object: bool = False
     regex: str | None = None
@@ -70,7 +71,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `end` has the finish reason, the usage and the timeline.
+    """A whole answer, or one of several samples of it. `end` has the finish reason, the usage and the timeline.
 
     `logprobs`: of `token_ids`. `prompt_logprobs`: of the prompt's tokens from the second on. None if not asked for,
     or if there are no such tokens.
@@ -138,6 +139,7 @@ def _sampling_message(sampling: Sampling) -> generation_pb2.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         min_tokens=sampling.min_tokens,
+        n=sampling.n,
         structured_output=_structured_message(sampling),
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -209,6 +211,24 @@ class _Collector:
         )
 
 
+def _check_one(sampling: Sampling | None) -> None:
+    if sampling is not None and (sampling.n or 1) != 1:
+        raise ValueError(f"n is {sampling.n}: `samples` returns them all")
+
+
+class _Samples:
+    """Puts the events of one request together, sample by sample."""
+
+    def __init__(self, sampling: Sampling | None) -> None:
+        self._collectors = [_Collector() for _ in range(1 if sampling is None or sampling.n is None else sampling.n)]
+
+    def add(self, event: Event) -> None:
+        self._collectors[event.sample].add(event)
+
+    def completions(self) -> list[Completion]:
+        return [collector.completion() for collector in self._collectors]
+
+
 class Client:
     """Synchronous client; thread-safe. `timeout_s` of a call is its deadline, which the cluster honours.
 
@@ -233,7 +253,7 @@ class Client:
     def generate(
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
     ) -> Iterator[Event]:
-        """Stream events; the last one has `end`. Leaving the loop early cancels the request.
+        """Stream events; the last one of each sample has `end`. Leaving the loop early cancels the request.
 
         Args:
             request: `model`, `request_id`, `tenant`, `priority` (``interactive``, ``standard`` or ``batch``),
@@ -250,11 +270,18 @@ class Client:
     def complete(
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
     ) -> Completion:
-        """The whole answer; arguments as for `generate`."""
-        collector = _Collector()
+        """The whole answer; arguments as for `generate`. Raises ValueError for several samples: see `samples`."""
+        _check_one(sampling)
+        return self.samples(prompt, sampling, timeout_s=timeout_s, **request)[0]
+
+    def samples(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
+    ) -> list[Completion]:
+        """All ``sampling.n`` samples of the answer; arguments as for `generate`."""
+        samples = _Samples(sampling)
         for event in self.generate(prompt, sampling, timeout_s=timeout_s, **request):
-            collector.add(event)
-        return collector.completion()
+            samples.add(event)
+        return samples.completions()
 
     def cancel(self, request_id: str, timeout_s: float = 10.0) -> bool:
         """End a running request; False if there is none with this id."""
@@ -321,10 +348,17 @@ class AsyncClient:
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
     ) -> Completion:
         """See `Client.complete`."""
-        collector = _Collector()
+        _check_one(sampling)
+        return (await self.samples(prompt, sampling, timeout_s=timeout_s, **request))[0]
+
+    async def samples(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
+    ) -> list[Completion]:
+        """See `Client.samples`."""
+        samples = _Samples(sampling)
         async for event in self.generate(prompt, sampling, timeout_s=timeout_s, **request):
-            collector.add(event)
-        return collector.completion()
+            samples.add(event)
+        return samples.completions()
 
     async def cancel(self, request_id: str, timeout_s: float = 10.0) -> bool:
         """See `Client.cancel`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, KeysView, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
@@ -22,7 +23,7 @@ from pdcore.types import FinishReason, PriorityClass
 from protos import kv_pb2, worker_pb2
 from protos.convert import logprobs_from_proto, spec_to_proto, stats_from_proto
 from router import tracker as effects_of
-from router.active import ActiveRequest, Counters, log_event
+from router.active import ActiveRequest, Counters, SampleGroup, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
 from router.policy import Mode, NoRoute, Route, RouteRequest, WorkerSnapshot, choose
 from router.rebuild import FailedTransfer, TransferRates, after_failed_transfer, another_pair
@@ -107,6 +108,7 @@ class Dispatcher:
         self._no_route_grace_s = config.worker_wait_s
         self._queue = AdmissionQueue(config.max_queue, config.queue)
         self._active: dict[str, ActiveRequest] = {}
+        self._groups: dict[str, SampleGroup] = {}  # by the id that their client knows
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
         self._pump_timer: asyncio.TimerHandle | None = None
         self._wake_timer: asyncio.TimerHandle | None = None
@@ -118,9 +120,9 @@ class Dispatcher:
     # -- requests ------------------------------------------------------------------------------------------------
 
     @property
-    def request_ids(self) -> KeysView[str]:
+    def request_ids(self) -> Collection[str]:
         """Ids of the requests that have not ended."""
-        return self._active.keys()
+        return self._active.keys() | self._groups.keys()
 
     @property
     def queued(self) -> int:
@@ -128,13 +130,19 @@ class Dispatcher:
 
     @property
     def running(self) -> int:
-        return len(self._active) - len(self._queue)
+        waiting = sum(len(active.branches) for active in self._active.values())
+        return len(self._active) - len(self._queue) - waiting
 
-    def submit(self, request: GenerationRequest, text: TextStream, deadline: float | None) -> RunningRequest:
+    def submit(
+        self, request: GenerationRequest, texts: Sequence[TextStream], deadline: float | None
+    ) -> list[RunningRequest]:
         """Begin a request.
 
         Args:
-            deadline: on the clock, in seconds; None if the client set none.
+            texts: of its samples. deadline: on the clock, in seconds; None if the client set none.
+
+        Returns:
+            Its samples.
 
         Raises:
             Unavailable: draining, or no worker could run it. Overloaded: the queue is full.
@@ -142,7 +150,7 @@ class Dispatcher:
         """
         if self.draining:
             raise Unavailable("the router is draining")
-        if request.request_id in self._active:
+        if request.request_id in self.request_ids:
             raise InvalidRequest("request_id", f"a request with the id {request.request_id!r} is running")
         if not self.pool.route_possible:
             raise Unavailable("no decode or aggregated worker is connected")
@@ -151,47 +159,67 @@ class Dispatcher:
         )
         if isinstance(admitted, Shed):
             raise Overloaded(f"{len(self._queue)} requests are waiting already", admitted.retry_after_s)
-        now = self._clock.now()
-        stream = RequestStream(text)
-        tracker = RequestTracker(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            params=request.params,
-            token_window=self._config.token_window,
-            max_replays=self._config.max_replays,
-            sink=stream,
-            now=now,
-            last_attempt=self._last_attempts.get(request.request_id, 0),
-            kv_codec=request.kv_codec or getattr(self._config.kv_codec_by_class, request.priority.name.lower()),
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
-            priority=request.priority,
-        )
-        active = ActiveRequest(tracker, stream, admitted.entry)
+        first = self._begin(request, admitted.entry, RequestStream(texts[0]))
+        samples = [first] if len(texts) == 1 else self._begin_samples(request, first, texts)
         if deadline is not None:
-            loop = asyncio.get_running_loop()
-            active.deadline = loop.call_later(max(0.0, deadline - now), self._deadline_passed, active)
-        self._active[request.request_id] = active
-        self._idle.clear()
+            loop, delay = asyncio.get_running_loop(), max(0.0, deadline - self._clock.now())
+            for active in samples:
+                active.deadline = loop.call_later(delay, self._deadline_passed, active)
         log_event(
             logging.INFO,
             "request admitted",
-            active,
+            first,
             prompt_tokens=len(request.prompt),
             max_tokens=request.params.max_tokens,
+            samples=len(samples),
             priority=request.priority.name.lower(),
             tenant=request.tenant,
         )
         self._pump()
-        return RunningRequest(self, active)
+        return [RunningRequest(self, active) for active in samples]
+
+    def _begin(
+        self, request: GenerationRequest, entry: QueueEntry, stream: RequestStream, sample: int = 0
+    ) -> ActiveRequest:
+        params = request.params
+        if sample:
+            params = replace(params, prompt_logprobs=None)  # the first one has them
+        tracker = RequestTracker(
+            request_id=entry.request_id,
+            prompt=request.prompt,
+            params=params,
+            token_window=self._config.token_window,
+            max_replays=self._config.max_replays,
+            sink=stream,
+            now=self._clock.now(),
+            last_attempt=self._last_attempts.get(entry.request_id, 0),
+            kv_codec=request.kv_codec or getattr(self._config.kv_codec_by_class, request.priority.name.lower()),
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            priority=request.priority,
+            sample=sample,
+        )
+        active = self._active[entry.request_id] = ActiveRequest(tracker, stream, entry)
+        self._idle.clear()
+        return active
+
+    def _begin_samples(
+        self, request: GenerationRequest, trunk: ActiveRequest, texts: Sequence[TextStream]
+    ) -> list[ActiveRequest]:
+        """Samples that begin as `trunk`, which is in the queue. Clients' ids have no ``#``."""
+        group = self._groups[request.request_id] = SampleGroup(trunk)
+        for number, text in enumerate(texts):
+            entry = self._queue.sample_of(trunk.entry, f"{request.request_id}#{number}")
+            group.add(self._begin(request, entry, RequestStream(text), number))
+        return group.running
 
     def cancel(self, request_id: str) -> bool:
         """End a request by its id; False if it is not running."""
-        active = self._active.get(request_id)
-        if active is None:
-            return False
-        self.cancel_active(active)
-        return True
+        group, active = self._groups.get(request_id), self._active.get(request_id)
+        running = group.running if group is not None else [] if active is None else [active]
+        for one in running:
+            self.cancel_active(one)
+        return bool(running)
 
     def cancel_active(self, active: ActiveRequest) -> None:
         self.perform(active, active.tracker.cancel(self._clock.now()))
@@ -262,6 +290,9 @@ class Dispatcher:
                 declined = active.tracker.reserve_declined(worker_id, reply.attempt)
                 if declined is not None:
                     self.perform(active, declined)
+                    for sample in active.branches:
+                        if sample.trunk is not None:
+                            self.perform(sample, sample.tracker.part())
                     ticket = reply.granted
                     reason = f"the decode worker holds {ticket.prefix_tokens} of {ticket.num_tokens} tokens already"
                     self._start(active, Route(Mode.LOCAL, worker_id, None, reason), self._clock.now())
@@ -295,7 +326,6 @@ class Dispatcher:
                     token.index,
                     token.token_id,
                     _FINISH.get(token.finish),
-                    sample=token.sample,
                     now=now,
                     logprobs=logprobs_from_proto(token.logprobs) if token.HasField("logprobs") else None,
                 )
@@ -318,21 +348,26 @@ class Dispatcher:
         with self._guard(active):
             if notice.HasField("prefill_done"):
                 done = notice.prefill_done
-                active.tracker.prefill_done(
-                    worker_id, notice.attempt, done.queued_s, done.compute_s, cached_tokens=done.cached_tokens
-                )
+                for part in _parts(active, notice.attempt):
+                    told = part.tracker.prefill_done(
+                        worker_id, part.tracker.attempt, done.queued_s, done.compute_s, done.cached_tokens
+                    )
+                    self.perform(part, told)
                 snapshot = self.pool.snapshot(worker_id)
                 if snapshot is not None:
                     tokens = len(active.tracker.prompt) - done.cached_tokens
                     self._rates.prefilled(snapshot.role, tokens, done.compute_s)
             elif notice.HasField("prompt_logprobs"):
                 logprobs = logprobs_from_proto(notice.prompt_logprobs)
-                told = active.tracker.prompt_logprobs(worker_id, notice.attempt, logprobs, self._clock.now())
-                self.perform(active, told)
+                for part in _parts(active, notice.attempt)[:1]:
+                    now = self._clock.now()
+                    told = part.tracker.prompt_logprobs(worker_id, part.tracker.attempt, logprobs, now)
+                    self.perform(part, told)
             elif notice.HasField("kv_received"):
                 stats = stats_from_proto(notice.kv_received)
                 self._rates.transferred(stats, len(active.tracker.prompt))
-                self.perform(active, active.tracker.kv_received(worker_id, notice.attempt, stats))
+                for part in _parts(active, notice.attempt):
+                    self.perform(part, part.tracker.kv_received(worker_id, part.tracker.attempt, stats))
 
     def _on_failed(self, worker_id: str, notice: worker_pb2.RequestNotice) -> None:
         active = self._active.get(notice.request_id)
@@ -393,6 +428,9 @@ class Dispatcher:
 
     def _requeue(self, active: ActiveRequest, effect: effects_of.Requeue) -> None:
         now = self._clock.now()
+        if active.branches and not self._regroup(active, effect, now):
+            return
+        active.trunk = None
         not_before = now
         if effect.counted:
             self.counters.replays += 1
@@ -420,6 +458,24 @@ class Dispatcher:
         )
         self._queue.put_back(active.entry, not_before)
         self._pump_soon()
+
+    def _regroup(self, trunk: ActiveRequest, effect: effects_of.Requeue, now: float) -> bool:
+        """A trunk's attempt is lost. Its samples without a token wait for the next one; those that have one, from the
+        prefill worker, go on alone. False if there is none left to wait."""
+        kind = FailureKind.TRANSFER if effect.pair else FailureKind.BROKEN
+        waiting = False
+        for sample in trunk.branches:
+            tracker = sample.tracker
+            if sample.trunk is None or tracker.state is RequestState.ENDED:
+                continue
+            if tracker.delivered:
+                self.perform(sample, tracker.failed(effect.worker_id, tracker.attempt, kind, effect.reason, now))
+            else:
+                self.perform(sample, tracker.part())
+                waiting = True
+        if not waiting:
+            self.perform(trunk, trunk.tracker.dissolve(now))
+        return waiting
 
     def _transfer_failed(self, active: ActiveRequest, pair: frozenset[str]) -> None:
         """Another pair, or no transfer at all."""
@@ -453,6 +509,9 @@ class Dispatcher:
         self._last_attempts[tracker.request_id] = tracker.attempt
         if len(self._last_attempts) > RECENT_IDS:
             self._last_attempts.popitem(last=False)
+        if active.branches:
+            self._trunk_ended(active, outcome)
+            return
         if outcome.error is None:
             self.counters.finished += 1
         else:
@@ -471,6 +530,30 @@ class Dispatcher:
             replays=timeline.replays,
         )
         active.stream.end(Terminal(outcome, len(tracker.prompt), len(tracker.delivered), timeline))
+        if active.group is not None:
+            self._sample_ended(active.group)
+        self._one_less()
+
+    def _trunk_ended(self, trunk: ActiveRequest, outcome: effects_of.Outcome) -> None:
+        """It has branched, or cannot: then the samples that wait for it end as it did."""
+        waiting = [sample for sample in trunk.branches if sample.trunk is not None]
+        for sample in waiting:
+            sample.trunk = None
+            if outcome.error is not None:
+                self._abandon(sample, outcome.error)
+            for worker_id in sample.tracker.holders:
+                self.pool.assign(worker_id, sample.tracker.key, prefill_tokens=0, cache_tokens=1)
+        self._one_less()
+
+    def _sample_ended(self, group: SampleGroup) -> None:
+        trunk = group.trunk
+        if not group.running:
+            self._groups.pop(trunk.tracker.request_id, None)
+        if not any(sample.trunk is not None for sample in group.running):
+            self.perform(trunk, trunk.tracker.dissolve(self._clock.now()))
+
+    def _one_less(self) -> None:
+        """A request has ended: there is room, or nothing left."""
         if not self._active:
             self._idle.set()
         if self._queue:
@@ -552,7 +635,8 @@ class Dispatcher:
 
     def _start(self, active: ActiveRequest, route: Route, now: float) -> None:
         tracker = active.tracker
-        effects = tracker.dispatch(route, now)
+        joining = [sample for sample in active.branches if sample.waits]
+        effects = tracker.dispatch(route, now, tuple(sample.tracker.join(route, now) for sample in joining))
         tokens = tracker.prompt_tokens
         local = route.prefill is None
         self.pool.assign(route.decode, tracker.key, prefill_tokens=tokens if local else 0, cache_tokens=tokens + 1)
@@ -602,6 +686,13 @@ class Dispatcher:
         for request_id in self._queue.waiting():
             self._abandon(self._active[request_id], Unavailable(problem))
         self._arm_give_up()
+
+
+def _parts(active: ActiveRequest, attempt: int) -> list[ActiveRequest]:
+    """Whom news of an attempt concerns: of a trunk its samples first, and last itself, which may end by it."""
+    if attempt != active.tracker.attempt:
+        return []
+    return [*(sample for sample in active.branches if sample.trunk is not None), active]
 
 
 def _failure_kind(failure: worker_pb2.RequestFailed) -> FailureKind:

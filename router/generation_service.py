@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -64,11 +64,21 @@ def _with_status(handler: Handler) -> Handler:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A Generate call. `writing_since`: when the write in progress began (seconds on the clock)."""
+    """A Generate call: a request's samples, which share one stream.
 
-    running: RunningRequest
+    `writing_since`: when the write in progress began (seconds on the clock). `turn`: one writes at a time.
+    """
+
+    request_id: str
+    samples: list[RunningRequest]
     task: asyncio.Task[Any]
     writing_since: float | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for sample in self.samples:
+            sample.cancel()
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -99,38 +109,54 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             limits=self._limits(),
             in_flight=self._dispatcher.request_ids,
         )
-        text = self._text_model.stream(
-            checked.stops,
-            include_stop=checked.include_stop,
-            min_tokens=checked.params.min_tokens,
-            skip_special=checked.skip_special,
-        )
-        running = self._dispatcher.submit(checked, text, deadline)
+        texts = [
+            self._text_model.stream(
+                checked.stops,
+                include_stop=checked.include_stop,
+                min_tokens=checked.params.min_tokens,
+                skip_special=checked.skip_special,
+            )
+            for _ in range(checked.samples)
+        ]
+        samples = self._dispatcher.submit(checked, texts, deadline)
         task = asyncio.current_task()
         assert task is not None
-        call = _Call(running, task)
+        call = _Call(checked.request_id, samples, task)
         self._calls.add(call)
         # Fires however the call ends, also when this coroutine is stuck in a write.
-        context.add_done_callback(lambda _: running.cancel())
+        context.add_done_callback(lambda _: call.cancel())
         try:
             await context.send_initial_metadata(((REQUEST_ID_METADATA, checked.request_id),))
-            await self._stream(call, context)
+            await self._stream_all(call, context)
         except (grpc.aio.InternalError, grpc.aio.UsageError):
             return  # a write failed: the client went away, and there is nobody to tell
         finally:
-            running.cancel()
+            call.cancel()
             self._calls.discard(call)
 
-    async def _stream(self, call: _Call, context: grpc.aio.ServicerContext) -> None:
-        running = call.running
+    async def _stream_all(self, call: _Call, context: grpc.aio.ServicerContext) -> None:
+        if len(call.samples) == 1:
+            await self._stream(call, 0, context)
+            return
+        tasks = [asyncio.ensure_future(self._stream(call, sample, context)) for sample in range(len(call.samples))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # the first error is the call's; the others have nobody to write to any more
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self, call: _Call, sample: int, context: grpc.aio.ServicerContext) -> None:
+        running = call.samples[sample]
         while True:
             chunk = await running.take()
             error = chunk.end.outcome.error if chunk.end is not None else None
             if error is None or chunk.token_ids or chunk.prompt_logprobs is not None:
-                event = _event(running.request_id, chunk)
-                call.writing_since = self._clock.now()
-                await context.write(event)
-                call.writing_since = None
+                event = _event(call.request_id, sample, chunk)
+                async with call.turn:
+                    call.writing_since = self._clock.now()
+                    await context.write(event)
+                    call.writing_since = None
                 running.took(len(chunk.token_ids))
             if error is not None:
                 raise error
@@ -144,14 +170,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await asyncio.sleep(min(1.0, limit / 4))
             now = self._clock.now()
             for call in [c for c in self._calls if c.writing_since is not None and now - c.writing_since > limit]:
-                request_id = call.running.request_id
+                request_id = call.request_id
                 logger.warning(
                     "request %s: the client took nothing for %.1f s",
                     request_id,
                     limit,
                     extra={"request_id": request_id},
                 )
-                call.running.cancel()
+                call.cancel()
                 call.task.cancel()
 
     # -- the small ones ------------------------------------------------------------------------------------------
@@ -200,9 +226,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         return limits
 
 
-def _event(request_id: str, chunk: Chunk) -> generation_pb2.GenerateEvent:
+def _event(request_id: str, sample: int, chunk: Chunk) -> generation_pb2.GenerateEvent:
     event = generation_pb2.GenerateEvent(
-        request_id=request_id, token_index=chunk.index, token_ids=chunk.token_ids, text=chunk.text
+        request_id=request_id, sample=sample, token_index=chunk.index, token_ids=chunk.token_ids, text=chunk.text
     )
     if chunk.logprobs is not None:
         event.logprobs.CopyFrom(logprobs_to_proto(chunk.logprobs))

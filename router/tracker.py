@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pdcore.errors import InvalidRequest, ReplaysExhausted, RequestError
 from pdcore.logprobs import Logprobs
-from pdcore.types import FinishReason, KvTransferStats, PriorityClass, RequestKey, RequestSpec, SamplingParams
+from pdcore.types import Branch, FinishReason, KvTransferStats, PriorityClass, RequestKey, RequestSpec, SamplingParams
 from router.policy import Route
 
 
@@ -135,7 +135,6 @@ class _Held:
     index: int
     token_id: int
     finish: FinishReason | None
-    sample: int
     logprobs: Logprobs | None
 
 
@@ -195,6 +194,10 @@ class RequestTracker:
     them of what it computed, and the decode worker may be heard first: what that one reports is held back then, and
     the prefill worker kept, until the latter has reported its token.
 
+    Several samples of one prompt begin as a *trunk*, which is queued, dispatched and failed as above but delivers
+    nothing: it ends when its `branches` have come to be, each with a tracker of its own. Those `join` its attempt
+    instead of being dispatched, `part` from it if it is lost before they have a token, and go on alone after that.
+
     Windows: tokens that the decode worker reports in this attempt use `token_window`; they are returned, a quarter of
     the window at a time, once the client has taken them. A replay starts with a fresh window, so at most
     ``(replays + 1) * token_window`` tokens wait for a client that reads nothing.
@@ -203,7 +206,7 @@ class RequestTracker:
         last_attempt: the first attempt gets the next number. Another request may have used the same id before, and
             a worker may still be letting go of it: numbers that go on keep the two apart.
         sink: gets the delivered tokens. now: time of arrival. All times are seconds on one monotonic clock.
-        kv_codec, cache_salt, tenant, priority: see `RequestSpec`.
+        kv_codec, cache_salt, tenant, priority, sample: see `RequestSpec`.
     """
 
     def __init__(
@@ -221,6 +224,7 @@ class RequestTracker:
         cache_salt: str = "",
         tenant: str = "",
         priority: PriorityClass = PriorityClass.STANDARD,
+        sample: int = 0,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -236,6 +240,8 @@ class RequestTracker:
         self._cache_salt = cache_salt
         self._tenant = tenant
         self._priority = priority
+        self._sample = sample
+        self._branches: tuple[Branch, ...] = ()
         self._sink = sink
         self._taken = 0
         # Of the current attempt: who holds something (False: only planned there), and who does what.
@@ -269,8 +275,36 @@ class RequestTracker:
 
     # -- starting ----------------------------------------------------------------------------------------------
 
-    def dispatch(self, route: Route, now: float) -> Sequence[Effect]:
-        """A route was chosen; the request must be queued. Begins the next attempt."""
+    def dispatch(self, route: Route, now: float, branches: tuple[Branch, ...] = ()) -> Sequence[Effect]:
+        """A route was chosen; the request must be queued. Begins the next attempt, as a trunk if there are branches,
+        which have joined already."""
+        self._begin(route, now)
+        self._branches = branches
+        self._holders = {route.decode: True}
+        if route.prefill is None:
+            self.state = RequestState.DECODING
+            return [SendGenerate(route.decode, self._spec())]
+        self._holders[route.prefill] = False
+        self.state = RequestState.RESERVING
+        return [SendReserve(route.decode, self._spec())]
+
+    def join(self, route: Route, now: float) -> Branch:
+        """The trunk of this sample, which must be queued, is about to be dispatched: what to tell it."""
+        self._begin(route, now)
+        self._holders = {route.decode: True}
+        if route.prefill is not None:
+            self._holders[route.prefill] = True
+        self.state = RequestState.DECODING if route.prefill is None else RequestState.PREFILLING
+        return Branch(self.key, self._sample)
+
+    def part(self) -> Sequence[Effect]:
+        """The trunk's attempt is lost, and this sample has no token of it: it waits for the next one."""
+        assert not self.delivered, self.key
+        effects = self._release_all(None, "its trunk is run again")
+        self.state = RequestState.QUEUED
+        return effects
+
+    def _begin(self, route: Route, now: float) -> None:
         assert self.state is RequestState.QUEUED, self.state
         self.attempt += 1
         self._base = self._decode_next = len(self.delivered)
@@ -280,15 +314,8 @@ class RequestTracker:
         self._held = []
         wants_logprobs = self.params.logprobs is not None or self._prompt_scored < len(self.prompt)
         self._owed_by_prefill = route.prefill is not None and wants_logprobs
-        self._holders = {route.decode: True}
         if not self.delivered:
             self.timeline.chosen = now
-        if route.prefill is None:
-            self.state = RequestState.DECODING
-            return [SendGenerate(route.decode, self._spec())]
-        self._holders[route.prefill] = False
-        self.state = RequestState.RESERVING
-        return [SendReserve(route.decode, self._spec())]
 
     def reserve_granted(self, worker_id: str, attempt: int) -> Sequence[Effect]:
         """The decode worker has made room."""
@@ -329,7 +356,6 @@ class RequestTracker:
         token_id: int,
         finish: FinishReason | None,
         *,
-        sample: int,
         now: float,
         logprobs: Logprobs | None = None,
     ) -> Sequence[Effect]:
@@ -339,7 +365,7 @@ class RequestTracker:
         effects: list[Effect] = []
         if worker_id == self._decode and worker_id in self._holders and self.state is not RequestState.RESERVING:
             if self._owed_by_prefill:
-                self._held.append(_Held(index, token_id, finish, sample, logprobs))
+                self._held.append(_Held(index, token_id, finish, logprobs))
                 return _NOTHING
             if self.state is not RequestState.DECODING:
                 self._committed(effects)
@@ -350,11 +376,11 @@ class RequestTracker:
             self.state = RequestState.TRANSFERRING
             effects.append(PrefillComputed(worker_id, self.key))
         if self._owed_by_prefill:
-            return self._paid(worker_id, _Held(index, token_id, finish, sample, logprobs), effects, now)
+            return self._paid(worker_id, _Held(index, token_id, finish, logprobs), effects, now)
 
         expected = len(self.delivered)
-        if sample != 0 or index > expected or (index < expected and self.delivered[index] != token_id):
-            problem = f"{worker_id} reported token {index} of sample {sample} out of order or differently"
+        if index > expected or (index < expected and self.delivered[index] != token_id):
+            problem = f"{worker_id} reported token {index} out of order or differently"
             effects += self._fail(worker_id, problem, now, done=False)
             return effects
         if index == expected:
@@ -408,22 +434,31 @@ class RequestTracker:
     def prefill_done(
         self, worker_id: str, attempt: int, queued_s: float, compute_s: float, cached_tokens: int
     ) -> Sequence[Effect]:
-        """The worker that computed the prompt reports how that went."""
+        """The worker that computed the prompt reports how that went. A trunk that was to run there has branched."""
         computed_first = worker_id in (self._prefill, self._decode) and self._base == 0
         if attempt == self.attempt and computed_first and self.state is not RequestState.ENDED:
             self.timeline.prefill_queued_s = queued_s
             self.timeline.prefill_s = compute_s
             self.timeline.cached_tokens = cached_tokens
+        if not self._branches or not self._is_current(worker_id, attempt):
+            return _NOTHING
+        if self._prefill is None:
+            return self._branched()
+        if worker_id == self._prefill and self.state is RequestState.PREFILLING:
+            self.state = RequestState.TRANSFERRING
+            return [PrefillComputed(worker_id, self.key)]
         return _NOTHING
 
     def kv_received(self, worker_id: str, attempt: int, stats: KvTransferStats) -> Sequence[Effect]:
-        """The decode worker has the KV and has committed the ticket."""
+        """The decode worker has the KV and has committed the ticket: a trunk has branched."""
         if not self._is_current(worker_id, attempt) or worker_id != self._decode:
             return _NOTHING
         if self.state not in (RequestState.PREFILLING, RequestState.TRANSFERRING, RequestState.DECODING):
             return _NOTHING
         self.timeline.kv = stats
         effects: list[Effect] = []
+        if self._branches:
+            return self._branched()
         if self.state is not RequestState.DECODING:
             self._committed(effects)
         self.timeline.decode_worker = worker_id
@@ -469,7 +504,20 @@ class RequestTracker:
         """End with an error: deadline, drain, no worker."""
         return self._end(Outcome(FinishReason.ERROR, error), now)
 
+    def dissolve(self, now: float) -> Sequence[Effect]:
+        """End a trunk that has no branch to run any more."""
+        return self._end(Outcome(FinishReason.CANCELLED), now)
+
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _branched(self) -> Sequence[Effect]:
+        """The branches are on their own. The workers know that the trunk is over; what a prefill worker still holds
+        is theirs to release."""
+        effects = [Release(worker, self.key, abort=False, reason="branched") for worker in self._holders]
+        self._holders = {}
+        self.state = RequestState.ENDED
+        self.outcome = Outcome(FinishReason.STOP)
+        return [*effects, Ended(self.outcome)]
 
     def _spec(self) -> RequestSpec:
         assert self._route is not None
@@ -488,6 +536,8 @@ class RequestTracker:
             rebuild=self._route.rebuild,
             tenant=self._tenant,
             priority=self._priority,
+            sample=self._sample,
+            branches=self._branches,
         )
 
     def _is_current(self, worker_id: str, attempt: int) -> bool:
@@ -534,7 +584,6 @@ class RequestTracker:
                 entry.index,
                 entry.token_id,
                 entry.finish,
-                sample=entry.sample,
                 now=now,
                 logprobs=entry.logprobs,
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pdcore.config import CODEC_CHOICES, CODECS
 from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
-from pdcore.types import PriorityClass, SamplingParams
+from pdcore.types import MAX_SAMPLES, PriorityClass, SamplingParams
 from protos import generation_pb2
 from protos.convert import structured_from_proto
 from router.logit_validation import LogitParams, check_some_allowed, check_token_ids, logit_params
@@ -59,13 +59,15 @@ class Limits:
 class GenerationRequest:
     """A checked request. `params` carries the stop token ids of the model unless the client ignores them.
 
-    `kv_codec`: a codec's name or ``auto``; empty if the client did not say. `cache_salt`: see `RequestSpec`.
+    `samples`: of the output, wanted. `kv_codec`: a codec's name or ``auto``; empty if the client did not say.
+    `cache_salt`: see `RequestSpec`.
     `include_stop`, `skip_special`: see `router.text.TextStream` and `router.tokenizer.TextModel.stream`.
     """
 
     request_id: str
     prompt: tuple[int, ...]
     params: SamplingParams
+    samples: int
     stops: tuple[str, ...]
     priority: PriorityClass
     tenant: str
@@ -110,6 +112,7 @@ async def validate(
     _check_kv_codec(message.kv_codec, limits)
     sampling = message.sampling
     _check_ranges(sampling)
+    samples = _samples(sampling)
     stop_token_ids = _stop_token_ids(sampling, limits.vocab_size)
     stops = _stops(sampling.stop)
     logits = await logit_params(sampling, text_model, text_model.defaults, limits.vocab_size)
@@ -128,6 +131,7 @@ async def validate(
         request_id=request_id,
         prompt=tuple(prompt),
         params=params,
+        samples=samples,
         stops=stops,
         priority=_PRIORITIES[message.priority],
         tenant=message.tenant,
@@ -202,6 +206,13 @@ def _check_ranges(sampling: generation_pb2.Sampling) -> None:
         raise _range("top_k", f"at most {MAX_TOP_K}", sampling.top_k)
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
         raise _range("max_tokens", "at least 1", sampling.max_tokens)
+
+
+def _samples(sampling: generation_pb2.Sampling) -> int:
+    n = sampling.n if sampling.HasField("n") else 1
+    if not 1 <= n <= MAX_SAMPLES:
+        raise _range("n", f"in [1, {MAX_SAMPLES}]", n)
+    return n
 
 
 def _range(name: str, allowed: str, value: float) -> InvalidRequest:

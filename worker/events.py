@@ -20,9 +20,7 @@ _FINISH = {
 
 
 def token_event(token: TokenOut) -> worker_pb2.TokenEvent:
-    event = worker_pb2.TokenEvent(
-        sample=token.sample, index=token.index, token_id=token.token_id, finish=_FINISH[token.finish]
-    )
+    event = worker_pb2.TokenEvent(index=token.index, token_id=token.token_id, finish=_FINISH[token.finish])
     if token.logprobs is not None:
         event.logprobs.CopyFrom(logprobs_to_proto(token.logprobs))
     return event

@@ -86,7 +86,11 @@ class Reporter(Protocol):
     def notice(self, key: RequestKey, notice: worker_pb2.RequestNotice) -> None: ...
 
     def forget(self, key: RequestKey) -> None:
-        """The request is over here; its id may be used again."""
+        """The request is over here, with its branches if it is a trunk; its id may be used again."""
+        ...
+
+    def branched(self, trunk: RequestKey) -> None:
+        """A trunk is over here, and its branches go on without it."""
         ...
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 
@@ -82,6 +82,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         self._lock = threading.RLock()
         self._sessions: dict[str, RouterSession] = {}
         self._owners: dict[RequestKey, RouterSession] = {}
+        self._branches: dict[RequestKey, tuple[RequestKey, ...]] = {}  # of trunks
         self._handler: RoleHandler | None = None
         self._draining = False
         self._stopped = threading.Event()
@@ -147,9 +148,15 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
 
     def forget(self, key: RequestKey) -> None:
         with self._lock:
-            session = self._owners.pop(key, None)
-            if session is not None:
-                session.keys.discard(key)
+            for name in (key, *self._branches.pop(key, ())):
+                session = self._owners.pop(name, None)
+                if session is not None:
+                    session.keys.discard(name)
+
+    def branched(self, trunk: RequestKey) -> None:
+        with self._lock:
+            self._branches.pop(trunk, None)
+        self.forget(trunk)
 
     # -- for people -------------------------------------------------------------------------------------------
 
@@ -234,6 +241,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             keys, session.keys = session.keys, set()
             for key in keys:
                 self._owners.pop(key, None)
+                self._branches.pop(key, None)
         logger.info("session of router %s ends: %s; %d requests released", session.router_id, reason, len(keys))
         for key in keys:
             self.handler.abort(key, f"session ended: {reason}")
@@ -347,13 +355,20 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             spec = spec_from_proto(request)
         finally:
             request.request_id = bare_id(key)
+        branches = tuple(branch._replace(key=session.scoped(*branch.key)) for branch in spec.branches)
+        spec = replace(spec, branches=branches)
         with self._lock:
             if session.outbox.closed:
                 raise Unavailable("the session has ended")
             if key in self._owners:
                 raise _AlreadyHere(key)
-            self._owners[key] = session
-            session.keys.add(key)
+            if not self._owners.keys().isdisjoint(spec.branch_keys):
+                raise InvalidRequest("branches", "must not be here already")
+            for name in (key, *spec.branch_keys):
+                self._owners[name] = session
+                session.keys.add(name)
+            if spec.branches:
+                self._branches[key] = spec.branch_keys
         return spec
 
     def _abort_if_ended(self, session: RouterSession, key: RequestKey) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -153,14 +154,14 @@ def _codecs(
 
 
 def quality_table(results: Sequence[Quality]) -> Table:
-    """Fits 100 columns."""
+    """Fits 80 columns."""
     from cluster.codec_quality.measuring import CONTROL
 
     control = next(line for line in results if line.codec == CONTROL)
-    table = Table()
-    table.add_column("codec")
-    for name in ("ratio", "encode\nGB/s", "decode\nGB/s", "KL", "KL /\ncontrol", "top-1", "95% interval", "same"):
-        table.add_column(name, justify="right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("codec", no_wrap=True)
+    for name in ("ratio", "enc.\nGB/s", "dec.\nGB/s", "KL", "KL /\ncontrol", "top-1,\n95% interval", "same\n%"):
+        table.add_column(name, justify="right", no_wrap=True)
     for line in results:
         is_control = line.codec == CONTROL
         table.add_row(
@@ -168,11 +169,10 @@ def quality_table(results: Sequence[Quality]) -> Table:
             "-" if is_control else f"{line.ratio:.2f}",
             _speed(line.encode_gb_s),
             _speed(line.decode_gb_s),
-            f"{line.kl:.2e}" if line.kl else "0",
+            f"{line.kl:.1e}" if line.kl else "0",
             f"{line.kl / control.kl:.2f}" if control.kl else "-",
-            f"{line.top1:+.2f}",
-            f"[{line.top1_low:+.2f}, {line.top1_high:+.2f}]",
-            f"{100 * line.exact_match:.2f}%",
+            f"{line.top1:+.2f} [{line.top1_low:+.2f}, {line.top1_high:+.2f}]",
+            f"{100 * line.exact_match:.2f}",
             end_section=is_control,
         )
     return table

@@ -40,6 +40,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
     stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
     min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="Samples of the answer, 1 to 16.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end tokens.")] = False,
     json_schema: Annotated[
         Path | None, typer.Option(help="The output is JSON that fits the schema in this file.", metavar="FILE")
@@ -97,6 +98,8 @@ def generate(
 
       pdserve generate --chat "Is 91 prime?" --choice yes --choice no
 
+      pdserve generate --n 3 --temperature 0.9 "Once upon a time"
+
       pdserve generate --token-ids "504 3575 282" --json --address 127.0.0.1:50051
     """
     if system is not None and not chat:
@@ -111,6 +114,7 @@ def generate(
         "min_p": min_p,
         "seed": seed,
         "min_tokens": min_tokens,
+        "n": n,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
         "repetition_penalty": repetition_penalty,
@@ -146,15 +150,18 @@ def generate(
         if value is not None:
             _set_sampling(request.sampling, name, value)
     with connect(address) as channel:
-        answer = _stream(channel, request, address, timeout=timeout, echo=not as_json)
-        shown = [] if as_json else logprob_tables(answer, TokenTexts(channel))
+        answers = _stream(channel, request, address, timeout=timeout, samples=n or 1, echo=not as_json)
+        texts_of = TokenTexts(channel)
+        shown = [] if as_json else [table for answer in answers for table in logprob_tables(answer, texts_of)]
     if as_json:
-        extra = {"token_ids": answer.token_ids, **logprobs_to_dict(answer)}
-        print(json.dumps({**answer.to_dict(), **extra}, indent=2))
+        found = [
+            {**answer.to_dict(), "token_ids": answer.token_ids, **logprobs_to_dict(answer)} for answer in answers
+        ]
+        print(json.dumps(found[0] if len(found) == 1 else {"samples": found}, indent=2))
     for table in shown:
         Console(stderr=True).print(table)
     if timeline:
-        Console(stderr=True).print(timeline_table([answer]))
+        Console(stderr=True).print(timeline_table(answers))
 
 
 def _is_text(text: str) -> bool:
@@ -219,18 +226,28 @@ def _set_input(
 
 
 def _stream(
-    channel: grpc.Channel, request: generation_pb2.GenerateRequest, address: str, *, timeout: float, echo: bool
-) -> Answer:
-    answer = Answer("request")
+    channel: grpc.Channel,
+    request: generation_pb2.GenerateRequest,
+    address: str,
+    *,
+    timeout: float,
+    samples: int,
+    echo: bool,
+) -> list[Answer]:
+    """The answers to a request, one a sample: a single one is written as it comes, several as they are done."""
+    answers = [Answer("request" if samples == 1 else f"sample {sample}") for sample in range(samples)]
     call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout)
     try:
         for event in call:
+            answer = answers[event.sample]
             answer.add(event)
-            if echo:
+            if echo and samples == 1:
                 sys.stdout.write(event.text)
-                sys.stdout.flush()
+            elif echo and answer.end is not None:
+                sys.stdout.write(f"--- {answer.name}\n{answer.text}\n")
+            sys.stdout.flush()
     except grpc.RpcError as error:
-        if echo and answer.text:
+        if echo and samples == 1 and answers[0].text:
             sys.stdout.write("\n")
         raise failed_call(error, address) from error
     except KeyboardInterrupt:
@@ -239,8 +256,8 @@ def _stream(
     except BrokenPipeError:
         call.cancel()
         raise
-    if answer.end is None:
+    if any(answer.end is None for answer in answers):
         raise fail(f"{address} ended the stream before the answer was complete")
-    if echo:
+    if echo and samples == 1:
         sys.stdout.write("\n")
-    return answer
+    return answers

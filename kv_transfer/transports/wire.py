@@ -24,7 +24,7 @@ from kv_transfer.messages import (
 from kv_transfer.transports import lane_wire
 from kv_transfer.transports.ref_wire import ref_from_proto, ref_to_proto
 from pdcore.errors import FrameError
-from pdcore.types import RequestKey
+from pdcore.types import MAX_SAMPLES, RequestKey
 from protos import kv_pb2
 from protos.convert import geometry_from_proto, geometry_to_proto
 
@@ -50,7 +50,7 @@ def message_to_proto(message: PushMessage) -> kv_pb2.PushMessage:
                     attempt=message.key.attempt,
                     num_tokens=message.num_tokens,
                     num_frames=message.num_frames,
-                    first_token=message.first_token,
+                    first_tokens=message.first_tokens,
                     digest=message.digest,
                     codec_reason=message.codec_reason,
                 )
@@ -92,12 +92,14 @@ def message_from_proto(message: kv_pb2.PushMessage) -> PushMessage:
             )
         case "manifest":
             manifest = message.manifest
+            if not 1 <= len(manifest.first_tokens) <= MAX_SAMPLES:
+                raise FrameError(f"a manifest with {len(manifest.first_tokens)} first tokens, not 1 to {MAX_SAMPLES}")
             return Manifest(
                 ref=ref_from_proto(manifest.ticket),
                 key=RequestKey(manifest.request_id, manifest.attempt),
                 num_tokens=manifest.num_tokens,
                 num_frames=manifest.num_frames,
-                first_token=manifest.first_token,
+                first_tokens=tuple(manifest.first_tokens),
                 digest=manifest.digest,
                 codec_reason=manifest.codec_reason[:MAX_REASON_CHARS],
             )

@@ -39,16 +39,16 @@ class RecordingHost:
 
     accept: bool = True
     on_commit_hook: Callable[[RequestKey], None] | None = None
-    commits: list[tuple[RequestKey, int, KvTransferStats]] = field(default_factory=list)
+    commits: list[tuple[RequestKey, tuple[int, ...], KvTransferStats]] = field(default_factory=list)
     releases: list[tuple[RequestKey, str, bool]] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def on_commit(self, key: RequestKey, first_token: int, stats: KvTransferStats) -> bool:
+    def on_commit(self, key: RequestKey, first_tokens: tuple[int, ...], stats: KvTransferStats) -> bool:
         if self.on_commit_hook is not None:
             self.on_commit_hook(key)
         with self.changed:
             if self.accept:
-                self.commits.append((key, first_token, stats))
+                self.commits.append((key, first_tokens, stats))
             self.changed.notify_all()
         return self.accept
 

@@ -160,8 +160,8 @@ def test_every_rank_gets_its_heads(transport: str, prefill: Split, decode: Split
         assert [sending.wait().error for sending in sendings] == [None] * len(prefill)
         workers.assert_equal()
         for host, store in zip(workers.hosts, workers.targets, strict=True):
-            ((key, first_token, stats),) = host.commits
-            assert (key, first_token, stats.lossless) == (KEY, 5, True)
+            ((key, first_tokens, stats),) = host.commits
+            assert (key, first_tokens, stats.lossless) == (KEY, (5,), True)
             assert stats.raw_bytes == TOKENS * store.geometry.bytes_per_token
         assert [receiver.open_tickets for receiver in workers.receivers] == [0] * len(decode)
 

@@ -33,7 +33,7 @@ def test_block_sizes(transport: str, source_block: int, target_block: int) -> No
         for tokens in ODD_LENGTHS:
             assert pair.transfer(RequestKey("r", tokens), tokens, first_token=tokens).error is None
             pair.assert_equal(tokens)
-        assert [(key.attempt, token) for key, token, _ in pair.host.commits] == [(n, n) for n in ODD_LENGTHS]
+        assert [(key.attempt, token) for key, token, _ in pair.host.commits] == [(n, (n,)) for n in ODD_LENGTHS]
         assert pair.host.releases == []
         assert pair.receiver.open_tickets == 0
         assert pair.sender.open_sends == 0
@@ -159,7 +159,7 @@ def test_many_at_once_share_one_stream(transport: str) -> None:
         for number, tokens in enumerate(lengths):
             pair.assert_equal(tokens, first[number])
         assert sorted((key.request_id, token) for key, token, _ in pair.host.commits) == [
-            (f"r{number}", number) for number in range(8)
+            (f"r{number}", (number,)) for number in range(8)
         ]
         assert pair.sender.counters.links == 1
 

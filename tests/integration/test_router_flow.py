@@ -56,8 +56,8 @@ class Crash:
             await asyncio.sleep(60)
 
 
-def expected(prompt: list[int], count: int) -> tuple[int, ...]:
-    return tuple(token_of(tuple(prompt), index) for index in range(count))
+def expected(prompt: list[int], count: int, sample: int = 0) -> tuple[int, ...]:
+    return tuple(token_of(tuple(prompt), index, sample) for index in range(count))
 
 
 # -- the normal path ------------------------------------------------------------------------------------------------

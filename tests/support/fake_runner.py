@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.step import RowLogprobs, StepInput, StepOutput, StepProgress
-from pdcore.types import FinishReason, KvGeometry, ModelInfo, RequestSpec, SamplingParams
+from pdcore.types import MAX_SAMPLES, FinishReason, KvGeometry, ModelInfo, RequestSpec, SamplingParams
 
 DIGITS = 10  # of base 128, exact in every cache dtype: 3 of the token, 3 of the position, 4 of the digest
 _DIGEST_MASK = (1 << 28) - 1
@@ -77,11 +77,11 @@ class FakeRunner:
         self.cache = FakeCache(self.geometry)
         self.steps = 0
         self.computed = 0
-        self._last_sampled = np.full(max_num_seqs, -1, np.int64)
+        self._last_sampled = np.full(max_num_seqs * MAX_SAMPLES, -1, np.int64)
 
     def run(self, step: StepInput) -> StepOutput:
         """As `ModelRunner.run`; asserts that `step` is well formed."""
-        check_step(step, self.geometry, len(self._last_sampled))
+        check_step(step, self.geometry, len(self._last_sampled) // MAX_SAMPLES)
         self.progress.layers_done = 0
         self.progress.step_id = step.step_id
         tokens = np.where(step.token_slots >= 0, self._last_sampled[step.token_slots], step.token_ids)
@@ -145,7 +145,7 @@ def oracle(runner: FakeRunner, spec: RequestSpec, limit: int | None = None) -> t
     tokens = list(spec.known_tokens)
     generated: list[int] = []
     while limit is None or len(generated) < limit:
-        token = next_token(runner, tokens, spec.params, len(tokens) - len(spec.prompt))
+        token = next_token(runner, tokens, spec.params, len(tokens) - len(spec.prompt), spec.sample)
         tokens.append(token)
         generated.append(token)
         if token in spec.params.stop_token_ids:
@@ -155,7 +155,7 @@ def oracle(runner: FakeRunner, spec: RequestSpec, limit: int | None = None) -> t
     return generated, None
 
 
-def next_token(runner: FakeRunner, tokens: Sequence[int], params: SamplingParams, index: int) -> int:
+def next_token(runner: FakeRunner, tokens: Sequence[int], params: SamplingParams, index: int, sample: int = 0) -> int:
     """The token that follows `tokens`; `index` of them were generated."""
     digests, digest = [], 0
     for position, token in enumerate(tokens):
@@ -164,7 +164,7 @@ def next_token(runner: FakeRunner, tokens: Sequence[int], params: SamplingParams
     context = encode(np.array(tokens), np.arange(len(tokens)), np.array(digests), runner.geometry)
     forbidden = params.stop_token_ids if index < params.min_tokens else ()
     seed = params.seed if params.temperature > 0 else 0
-    return _choose(context, seed, 0, len(tokens), forbidden, runner.model.vocab_size)
+    return _choose(context, seed, sample, len(tokens), forbidden, runner.model.vocab_size)
 
 
 def encode(
@@ -232,7 +232,7 @@ def check_step(step: StepInput, geometry: KvGeometry, max_num_seqs: int) -> None
     assert (counts[step.num_decodes :] > 1).all()
     assert len(set(step.slot_mapping.tolist())) == tokens, "two tokens are written to one slot"
     assert len(set(step.sample_slots.tolist())) == rows
-    assert rows == 0 or step.sample_slots.max() < max_num_seqs
+    assert rows == 0 or step.sample_slots.max() < max_num_seqs * MAX_SAMPLES
     assert (step.block_tables < geometry.num_blocks).all()
     for s in range(seqs):
         start, end, context = int(step.query_start[s]), int(step.query_start[s + 1]), int(step.context_lens[s])

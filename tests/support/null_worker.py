@@ -30,12 +30,12 @@ MODEL = ModelInfo(name="null", digest="0" * 16, max_model_len=4096, vocab_size=5
 
 
 def null_token(request: worker_pb2.WorkerRequest, index: int) -> int:
-    """A token below 94 that depends on the whole prompt and the index only (printable in the tiny tokenizer)."""
-    return token_of(tuple(request.prompt), index)
+    """A token below 94 that depends on prompt, index and sample only (printable in the tiny tokenizer)."""
+    return token_of(tuple(request.prompt), index, request.sample)
 
 
-def token_of(prompt: tuple[int, ...], index: int) -> int:
-    return zlib.crc32(repr((prompt, index)).encode()) % 94
+def token_of(prompt: tuple[int, ...], index: int, sample: int = 0) -> int:
+    return zlib.crc32(repr((prompt, index, sample)).encode()) % 94
 
 
 @dataclass(eq=False)
@@ -49,6 +49,19 @@ class _Job:
     window: int = 0
     credit: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+    unwanted: set[RequestKey] = field(default_factory=set)  # branches that were aborted before there were any
+
+    @property
+    def samples(self) -> list[worker_pb2.WorkerRequest]:
+        """The requests that get the first tokens: a trunk's branches, else its own."""
+        samples = []
+        for branch in self.request.branches:
+            sample = worker_pb2.WorkerRequest()
+            sample.CopyFrom(self.request)
+            del sample.branches[:]
+            sample.request_id, sample.attempt, sample.sample = branch.request_id, branch.attempt, branch.sample
+            samples.append(sample)
+        return samples or [self.request]
 
     @property
     def key(self) -> RequestKey:
@@ -240,6 +253,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             self.commands[name, body.request_id] += 1
             found = self.held.get(RequestKey(body.request_id, body.attempt))
             if found is None:
+                self._abort_branch(RequestKey(body.request_id, body.attempt))
                 return
             if name == "abort":
                 self._release(found)
@@ -305,17 +319,18 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             await asyncio.sleep(self.step_s)
         done = worker_pb2.PrefillDone(queued_s=0.001, compute_s=0.002, chunks=1)
         self._notice(job, prefill_done=done)
-        if self._token(job, index):
+        samples = job.samples
+        if all([self._token(job.session, sample, index) for sample in samples]):
             self._release(job)
             return
         await self._at("manifest", job)
-        problem = await self._push(job, command.ticket, self.script(job.request, index))
+        problem = await self._push(job, command.ticket, [self.script(sample, index) for sample in samples])
         if problem:
             failed = worker_pb2.RequestFailed(code=worker_pb2.FAILURE_CODE_TRANSFER, message=problem)
             self._notice(job, failed=failed)
         self._release(job)
 
-    async def _push(self, job: _Job, ticket: kv_pb2.Ticket, first_token: int) -> str:
+    async def _push(self, job: _Job, ticket: kv_pb2.Ticket, first_tokens: list[int]) -> str:
         """Commit the ticket at the decode worker; returns what went wrong."""
         (endpoint,) = ticket.endpoints
         ref = kv_pb2.TicketRef(ticket_id=endpoint.ticket_id, generation=endpoint.generation)
@@ -324,7 +339,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             request_id=job.key.request_id,
             attempt=job.key.attempt,
             num_tokens=ticket.num_tokens,
-            first_token=first_token,
+            first_tokens=first_tokens,
         )
         async with grpc.aio.insecure_channel(endpoint.address) as channel:
             call = kv_pb2_grpc.KvStub(channel).Push(
@@ -366,11 +381,34 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             frames=1,
         )
         self._notice(job, kv_received=stats)
-        job.task = asyncio.create_task(self._decode(job))
+        if job.request.branches:
+            self._branch(job)
+        else:
+            job.task = asyncio.create_task(self._decode(job))
         await context.write(kv_pb2.PushReply(committed=kv_pb2.Committed(ticket=manifest.ticket)))
 
     async def _generate(self, job: _Job, _: worker_pb2.Generate) -> None:
-        await self._decode(job)
+        if job.request.branches:
+            await self._at("prefill", job)
+            self._notice(job, prefill_done=worker_pb2.PrefillDone(queued_s=0.001, compute_s=0.002, chunks=1))
+            self._branch(job)
+        else:
+            await self._decode(job)
+
+    def _branch(self, trunk: _Job) -> None:
+        """Put its branches in the place of a trunk."""
+        for sample in trunk.samples:
+            job = _Job(trunk.session, sample, "sequence", window=sample.token_window)
+            assert job.key not in self.held, f"{self.worker_id} was given {job.key} twice"
+            if job.key not in trunk.unwanted:
+                self.held[job.key] = job
+                job.task = asyncio.create_task(self._decode(job))
+        self._release(trunk)
+
+    def _abort_branch(self, key: RequestKey) -> None:
+        for job in self.held.values():
+            if any((branch.request_id, branch.attempt) == key for branch in job.request.branches):
+                job.unwanted.add(key)
 
     async def _decode(self, job: _Job) -> None:
         index = len(job.request.delivered)
@@ -382,30 +420,30 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             # Also lets the others run: no request may hog the loop.
             await asyncio.sleep(self.step_s)
             job.window -= 1
-            if self._token(job, index):
+            if self._token(job.session, job.request, index):
                 self._release(job)
                 return
             index += 1
 
-    def _token(self, job: _Job, index: int) -> bool:
+    def _token(self, session: _Session, request: worker_pb2.WorkerRequest, index: int) -> bool:
         """Report the token at `index`; True if it is the last."""
-        sampling = job.request.sampling
-        token = self.script(job.request, index)
+        sampling = request.sampling
+        token = self.script(request, index)
         finish = worker_pb2.TOKEN_FINISH_UNSPECIFIED
         if token in sampling.stop_token_ids and index >= sampling.min_tokens:
             finish = worker_pb2.TOKEN_FINISH_STOP
         elif index + 1 >= sampling.max_tokens:
             finish = worker_pb2.TOKEN_FINISH_LENGTH
-        job.session.report.tokens.append(
+        session.report.tokens.append(
             worker_pb2.TokenEvent(
-                request_id=job.key.request_id,
-                attempt=job.key.attempt,
+                request_id=request.request_id,
+                attempt=request.attempt,
                 index=index,
                 token_id=token,
                 finish=finish,
             )
         )
-        job.session.mail.set()
+        session.mail.set()
         return bool(finish)
 
     def _notice(self, job: _Job, **notice: object) -> None:

@@ -243,7 +243,7 @@ class TestPrefillSequences:
             result = engine.apply(plan, output)
             tokens.extend(result.tokens)
             stats = result.prefilled
-        assert tokens == [TokenOut(spec.key, 0, 0, oracle(runner, spec, 1)[0][0], None)]
+        assert tokens == [TokenOut(spec.key, 0, oracle(runner, spec, 1)[0][0], None)]
         assert stats is not None
         assert stats[0].key == spec.key
         assert (stats[0].queued_s, stats[0].compute_s, stats[0].chunks) == (2.0, 1.5, 3)
@@ -267,7 +267,7 @@ class TestPrefillSequences:
             (request("r", 10, 9, stop=[first]), FinishReason.STOP),
         ):
             engine.add(spec, PREFILL)
-            assert run(engine) == [TokenOut(spec.key, 0, 0, first, reason)]
+            assert run(engine) == [TokenOut(spec.key, 0, first, reason)]
             engine.release_send(spec.key)
             assert_empty(engine)
 
@@ -466,7 +466,7 @@ class TestTickets:
         assert engine.load().paused == 1
         result = step(engine)
         assert result is not None
-        assert result.tokens == (TokenOut(spec.key, 0, 2, first, None),)
+        assert result.tokens == (TokenOut(spec.key, 2, first, None),)
         assert runner.steps == 0, "there was news and nothing to compute"
         assert not engine.has_work()
         tokens = list(result.tokens)
@@ -515,7 +515,7 @@ class TestTickets:
             engine.commit_ticket("t", request("r", 60), 1)
         with pytest.raises(TicketError, match="blocks"):
             engine.commit_ticket("t", request("r", 10), 1)
-        with pytest.raises(InvalidRequest, match="first_token"):
+        with pytest.raises(InvalidRequest, match="first_tokens"):
             engine.commit_ticket("t", request("r", 40), 256)
         assert engine.load().reserved_blocks == 3
         assert not engine.has_work()

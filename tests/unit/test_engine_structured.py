@@ -167,7 +167,7 @@ class TestAcrossWorkers:
         engine = make_engine(runner, guards=GUARDS)
         spec = asked("r", regex("[0-9]{9}"))
         assert engine.reserve("t", spec) is not None
-        with pytest.raises(InvalidRequest, match=r"first_token: .* does not fit the structured output"):
+        with pytest.raises(InvalidRequest, match=r"first_tokens: .* does not fit the structured output"):
             engine.commit_ticket("t", spec, TOKENIZER.token_to_id("x"))
         engine.check_integrity()
         assert engine.load().open_tickets == 1

@@ -303,7 +303,7 @@ def test_what_the_ends_tell_each_other_survives_the_wire() -> None:
         decode_rates=(("raw", 2.5e9), ("zstd", 0.7e9)),
     )
     assert reply_from_proto(reply_to_proto(greeting)) == greeting
-    manifest = Manifest(REF, RequestKey("r", 1), 10, 2, 5, 77, "asked for")
+    manifest = Manifest(REF, RequestKey("r", 1), 10, 2, (5,), 77, "asked for")
     assert message_from_proto(message_to_proto(manifest)) == manifest
     long = message_from_proto(message_to_proto(replace(manifest, codec_reason="x" * 1000)))
     assert isinstance(long, Manifest)

@@ -220,12 +220,12 @@ class World:
                     state = self.reply(state, ("ack", sender, index))
                 case RejectFrame(retryable, _):
                     state = self.reply(state, ("nack", sender, (index, retryable)))
-                case CommitTicket(ref, _, first_token, _):
+                case CommitTicket(ref, _, first_tokens, _):
                     which = self.sender_of(ref)
                     assert state.owner == which
                     assert state.content == (which,) * FRAMES, "a commit without all of the right data"
                     assert not self.in_flight(state.scattering, which), "a commit with a scatter in flight"
-                    assert first_token == FIRST_TOKEN
+                    assert first_tokens == (FIRST_TOKEN,)
                     state = state._replace(committing=state.committing | 1 << which)
                 case ConfirmCommit(_, ref):
                     which = self.sender_of(ref)
@@ -303,7 +303,7 @@ class World:
         for index in range(FRAMES):
             state = self.send(state, ("frame", sender, index))
         checksums = [checksums_of(sender, index) for index in range(FRAMES)]
-        manifest = Manifest(plan.ref, plan.key, plan.token_end, FRAMES, FIRST_TOKEN, frames_digest(checksums))
+        manifest = Manifest(plan.ref, plan.key, plan.token_end, FRAMES, (FIRST_TOKEN,), frames_digest(checksums))
         state = self.send(self.send(state, ("manifest", sender, manifest)), ("abort", sender, 0))
         over = SendSession(plan)
         over.on_event(AbortSend("over"), 0.0)
@@ -349,7 +349,7 @@ class World:
                 yield self.with_sender(state, sender, self.move_sender(number, FrameDropped(index, "")))
         if not session.active:
             return
-        for event in (LayersDone(1, 1), Finish(FIRST_TOKEN), AbortSend("x"), Disconnected("x")):
+        for event in (LayersDone(1, 1), Finish((FIRST_TOKEN,)), AbortSend("x"), Disconnected("x")):
             yield self.with_sender(state, sender, self.move_sender(number, event))
         yield self.with_sender(state, sender, self.move_sender(number, Tick(), FOREVER))
 
@@ -440,7 +440,7 @@ class World:
             number = state.senders[sender]
             if number < 0:
                 continue
-            state = self.with_sender(state, sender, self.move_sender(number, Finish(FIRST_TOKEN)))
+            state = self.with_sender(state, sender, self.move_sender(number, Finish((FIRST_TOKEN,))))
             while (taken := self.take(state.senders[sender])) is not None:
                 state = self.with_sender(state, sender, (taken[0], ()))
             for index in sorted(self.sessions.values[state.senders[sender]].gathering):

@@ -161,7 +161,7 @@ def test_a_chunk_behind_a_gap_is_not_ready() -> None:
 
 def test_the_manifest_follows_the_last_frame_without_waiting() -> None:
     session = session_of()
-    assert session.on_event(Finish(7), 0.0) == ()
+    assert session.on_event(Finish((7,)), 0.0) == ()
     effects = send_all(session)
     assert len(effects) == 1
     manifest = effects[0]
@@ -174,7 +174,7 @@ def test_the_manifest_follows_the_last_frame_without_waiting() -> None:
 
 def test_a_nacked_frame_goes_again_even_behind_the_manifest() -> None:
     session = session_of(retries=1)
-    session.on_event(Finish(7), 0.0)
+    session.on_event(Finish((7,)), 0.0)
     send_all(session)
     session.on_event(Nacked(1, True, "crc"), 0.0)
     task = session.take_frame()
@@ -189,7 +189,7 @@ def test_a_nacked_frame_goes_again_even_behind_the_manifest() -> None:
 
 def test_a_frame_that_reads_differently_the_second_time_fails() -> None:
     session = session_of()
-    session.on_event(Finish(7), 0.0)
+    session.on_event(Finish((7,)), 0.0)
     send_all(session)
     session.on_event(Nacked(0, True, "crc"), 0.0)
     session.take_frame()
@@ -201,7 +201,7 @@ def test_a_frame_that_reads_differently_the_second_time_fails() -> None:
 @pytest.mark.parametrize("event", [AbortSend("x"), Refused("x"), Disconnected("x"), Nacked(0, False, "x")])
 def test_done_waits_for_the_gather_in_flight(event: object) -> None:
     session = session_of()
-    session.on_event(Finish(7), 0.0)
+    session.on_event(Finish((7,)), 0.0)
     first = session.take_frame()
     assert first is not None
     session.on_event(FrameSent(0, (0,), 10), 0.0)
@@ -227,7 +227,7 @@ def test_the_clock_runs_only_while_the_receiver_is_waited_for() -> None:
     session.on_event(Acked(0), 1002.0)
     session.on_event(Acked(1), 1003.0)
     assert session.deadline() is None, "the prefill computes"
-    session.on_event(Finish(7), 2000.0)
+    session.on_event(Finish((7,)), 2000.0)
     send_all(session, now=2000.0)
     session.on_event(Acked(2), 2001.0)
     session.on_event(Acked(3), 2001.0)
@@ -283,7 +283,7 @@ def test_the_table_answers_what_comes_late() -> None:
     with pytest.raises(TicketError):
         grant("r")
     session = session_of(layers=1, tokens=1)
-    session.on_event(Finish(7), 0.0)
+    session.on_event(Finish((7,)), 0.0)
     (manifest,) = (effect.manifest for effect in send_all(session) if isinstance(effect, SendManifest))
     assert manifest.ref == first
     assert table.manifest_arrived(manifest, SOURCE, 0.0) == (), "it waits for its frame"

@@ -43,7 +43,7 @@ OUTCOME = Negotiation(("shm", "grpc"), (LeftOut("collective", "because"),))
 MESSAGES: list[PushMessage] = [
     Hello(1, 2, "prefill-0", "a", "b", small_geometry(), OFFER),
     Piece(REF, 4, 1, 8, 24, b"0123456789abcdef"),
-    Manifest(REF, RequestKey("r", 2), 100, 7, 42, 0xFFFFFFFF),
+    Manifest(REF, RequestKey("r", 2), 100, 7, (42, 1), 0xFFFFFFFF),
     Abort(REF, "enough"),
     LaneOpen(5, ShmRing(77, 9, 1 << 33, bytes(range(16)))),
     LaneOpen(6, ProcessGroupOpening()),

@@ -190,7 +190,7 @@ def test_a_complete_output_shows_its_last_token_and_a_stop_token_is_hidden(token
         now=0.0,
     )
     tracker.dispatch(Route(Mode.LOCAL, "d0", None, "only one"), 0.0)
-    tracker.token("d0", 1, 0, token, FinishReason.STOP, sample=0, now=0.1)
+    tracker.token("d0", 1, 0, token, FinishReason.STOP, now=0.1)
     assert sink.hidden == [hidden]
     assert tracker.outcome is not None
     assert tracker.outcome.finish is FinishReason.STOP

@@ -90,7 +90,7 @@ def token(
     now: float = 12,
     logprobs: Logprobs | None = None,
 ) -> Sequence[Effect]:
-    return tracker.token(worker, tracker.attempt, index, token_id, finish, sample=0, now=now, logprobs=logprobs)
+    return tracker.token(worker, tracker.attempt, index, token_id, finish, now=now, logprobs=logprobs)
 
 
 def of(index: int) -> Logprobs:
@@ -222,7 +222,7 @@ def test_replay_goes_on_from_the_delivered_tokens() -> None:
     assert isinstance(generate, SendGenerate)
     assert generate.spec.delivered == (50, 51)
     assert generate.spec.key.attempt == 2
-    assert not tracker.token("d0", 1, 2, 99, None, sample=0, now=15.0)  # late news of the dead attempt
+    assert not tracker.token("d0", 1, 2, 99, None, now=15.0)  # late news of the dead attempt
     token(tracker, "d1", 2, 52)
     effects = token(tracker, "d1", 3, 53, FinishReason.LENGTH)
     assert sink.tokens == [50, 51, 52, 53]
@@ -238,8 +238,8 @@ def test_late_tokens_of_an_older_attempt_change_nothing() -> None:
     to_prefilling(tracker)
     tracker.worker_lost("p0", "dead", 12.0)
     tracker.dispatch(LOCAL, 13.0)
-    assert not tracker.token("d0", 1, 0, 50, None, sample=0, now=14.0)
-    assert not tracker.token("d0", 1, 3, 50, FinishReason.LENGTH, sample=0, now=14.0)
+    assert not tracker.token("d0", 1, 0, 50, None, now=14.0)
+    assert not tracker.token("d0", 1, 3, 50, FinishReason.LENGTH, now=14.0)
     assert not tracker.failed("d0", 1, FailureKind.BROKEN, "late", 14.0)
     assert not tracker.kv_received("d0", 1, STATS)
     assert sink.tokens == []
@@ -273,15 +273,13 @@ def test_replays_are_bounded() -> None:
     assert isinstance(outcome(effects).outcome.error, ReplaysExhausted)
 
 
-@pytest.mark.parametrize(
-    ("sample", "index", "token_id"), [(0, 2, 52), (0, 0, 99), (1, 1, 51)], ids=["gap", "different", "sample"]
-)
-def test_a_worker_that_reports_nonsense_is_given_up(sample: int, index: int, token_id: int) -> None:
+@pytest.mark.parametrize(("index", "token_id"), [(2, 52), (0, 99)], ids=["gap", "different"])
+def test_a_worker_that_reports_nonsense_is_given_up(index: int, token_id: int) -> None:
     sink = Sink()
     tracker = make(sink)
     tracker.dispatch(LOCAL, 11.0)
     token(tracker, "d0", 0, 50)
-    effects = tracker.token("d0", 1, index, token_id, None, sample=sample, now=12.0)
+    effects = tracker.token("d0", 1, index, token_id, None, now=12.0)
     assert aborts(effects) == {"d0"}
     assert isinstance(effects[-1], Requeue)
     assert sink.tokens == [50]
@@ -377,7 +375,7 @@ def test_a_reused_id_continues_its_attempts() -> None:
     )
     tracker.dispatch(LOCAL, 1.0)
     assert tracker.key.attempt == 8
-    assert not tracker.token("d0", 7, 0, 1, None, sample=0, now=2.0)
+    assert not tracker.token("d0", 7, 0, 1, None, now=2.0)
 
 
 # -- log-probabilities ----------------------------------------------------------------------------------------------
@@ -686,9 +684,7 @@ class TrackerMachine(RuleBasedStateMachine):
                 _, _, index, token_id, finish, logprobs = event
                 before, current = len(self.sink.tokens), self.tracker.attempt
                 self.perform(
-                    self.tracker.token(
-                        name, attempt, index, token_id, finish, sample=0, now=self.now, logprobs=logprobs
-                    )
+                    self.tracker.token(name, attempt, index, token_id, finish, now=self.now, logprobs=logprobs)
                 )
                 after = len(self.sink.tokens)
                 assert self.sink.tokens[before:] == [1000 * current + i for i in range(before, after)]

@@ -1,0 +1,276 @@
+"""Several samples of one request through a real router, with null workers: one prefill, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from pdcore.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from pdcore.types import RequestKey, Role
+from protos import worker_pb2
+from router.client import Completion, Sampling
+from tests.support.null_cluster import NullCluster, pair, until
+from tests.support.null_worker import NullWorker, token_of
+from tests.support.tiny_model import tiny_llama
+
+N = 3
+SAMPLES = [f"r#{i}" for i in range(N)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+def expected(count: int, sample: int, prompt: tuple[int, ...] = (1, 2)) -> tuple[int, ...]:
+    return tuple(token_of(prompt, index, sample) for index in range(count))
+
+
+async def ask(cluster: NullCluster, count: int = 8, n: int = N, **options: object) -> list[Completion]:
+    """All samples; asserts that each has its tokens and that nothing is left of them."""
+    answers = await cluster.client.samples([1, 2], Sampling(max_tokens=count, n=n, **options), request_id="r")  # type: ignore[arg-type]
+    assert [answer.token_ids for answer in answers] == [expected(count, sample) for sample in range(n)]
+    await settled(cluster)
+    return answers
+
+
+async def settled(cluster: NullCluster) -> None:
+    await cluster.empty()
+    assert not cluster.dispatcher.request_ids
+    assert (cluster.dispatcher.queued, cluster.dispatcher.running) == (0, 0)
+
+
+def count(cluster: NullCluster, command: str, *names: str) -> int:
+    return sum(worker.commands[command, name] for worker in cluster.workers.values() for name in names)
+
+
+async def test_one_ticket_and_one_prefill(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        answers = await ask(cluster, 20)
+        for answer in answers:
+            usage, timeline = answer.end.usage, answer.end.timeline
+            assert (answer.request_id, answer.finish_reason) == ("r", "length")
+            assert (usage.prompt_tokens, usage.completion_tokens) == (2, 20)
+            assert (timeline.mode, timeline.prefill_worker, timeline.decode_worker) == ("disaggregated", "p0", "d0")
+            assert (timeline.replays, timeline.prefill_ms, timeline.kv.wire_bytes) == (0, 2.0, 100)
+        assert [count(cluster, name, "r") for name in ("reserve", "prefill", "generate", "abort")] == [1, 1, 0, 0]
+        assert count(cluster, "abort", *SAMPLES) == count(cluster, "generate", *SAMPLES) == 0
+        assert cluster.dispatcher.counters.finished == N
+
+
+async def test_on_one_worker(model: Path) -> None:
+    async with NullCluster(model, [NullWorker("a0", Role.AGGREGATED)]) as cluster:
+        answers = await ask(cluster)
+        assert {answer.end.timeline.mode for answer in answers} == {"local"}
+        assert count(cluster, "generate", "r", *SAMPLES) == 1
+
+
+async def test_events_say_whose_they_are_and_credit_comes_back_for_each(model: Path) -> None:
+    async with NullCluster(model, pair(), token_window=4) as cluster:
+        seen: dict[int, list[int]] = {i: [] for i in range(N)}
+        ends = set()
+        async with aclosing(cluster.client.generate([1, 2], Sampling(max_tokens=40, n=N), request_id="r")) as events:
+            async for event in events:
+                assert event.request_id == "r"
+                assert event.token_index == len(seen[event.sample])
+                assert event.sample not in ends
+                seen[event.sample].extend(event.token_ids)
+                if event.HasField("end"):
+                    ends.add(event.sample)
+        assert ends == set(range(N))
+        assert all(tuple(tokens) == expected(40, sample) for sample, tokens in seen.items())
+        await settled(cluster)
+
+
+async def test_a_sample_that_ends_at_its_first_token_leaves_the_others_alone(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        stop = expected(1, 0)[0]
+        answers = await cluster.client.samples([1, 2], Sampling(max_tokens=8, n=N, stop_token_ids=[stop]))
+        assert answers[0].token_ids == (stop,)
+        assert answers[0].finish_reason == "stop"
+        for sample in (1, 2):
+            tokens = expected(8, sample)
+            cut = tokens.index(stop) + 1 if stop in tokens else 8
+            assert answers[sample].token_ids == tokens[:cut]
+        await settled(cluster)
+
+
+async def test_all_samples_may_end_at_the_first_token(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        await ask(cluster, 1)
+        assert cluster["d0"].commands["abort", "r"] == 1, "the ticket is given back"
+
+
+@pytest.mark.parametrize("point", ["prefill", "manifest", "commit", "token", "reserve"])
+@pytest.mark.parametrize("who", ["p0", "d0"])
+async def test_a_worker_that_dies_at_any_point(model: Path, who: str, point: str) -> None:
+    workers = [*pair(), NullWorker("p1", Role.PREFILL), NullWorker("d1", Role.DECODE)]
+    async with NullCluster(model, workers) as cluster:
+        dead = cluster[who]
+        gone = False
+
+        async def die(at: str, key: RequestKey, index: int) -> None:
+            nonlocal gone
+            if not gone and at == point and (point != "token" or index == 2):
+                gone = True
+                await dead.crash()
+                await asyncio.sleep(60)
+
+        dead.hook = die
+        others = [worker for worker in workers if worker.role is dead.role and worker is not dead]
+        for worker in others:
+            worker.draining = True
+        await until(lambda: sum(s.worker_id == who for s in cluster.dispatcher.pool.snapshots()) == 1, "who is there")
+        for worker in others:
+            worker.draining = False
+        answers = await ask(cluster, 8)
+        assert all(answer.end.timeline.replays <= 1 for answer in answers)
+
+
+async def test_before_there_are_tokens_they_are_replayed_together(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        codes = iter([worker_pb2.FAILURE_CODE_INTERNAL])
+        cluster["p0"].refuse = lambda command, request: next(codes, None)
+        answers = await ask(cluster)
+        assert count(cluster, "prefill", "r") == 2
+        assert count(cluster, "reserve", *SAMPLES) == 0
+        assert {answer.end.timeline.prefill_worker for answer in answers} == {"p0"}
+        assert cluster.dispatcher.counters.replays == 1
+
+
+async def test_after_the_first_tokens_each_goes_on_alone(model: Path) -> None:
+    async with NullCluster(model, [*pair(), NullWorker("p1", Role.PREFILL)]) as cluster:
+        pushes = 0
+
+        async def fail_once(point: str, key: RequestKey, index: int) -> None:
+            nonlocal pushes
+            if point == "commit":
+                pushes += 1
+                if pushes == 1:
+                    cluster["d0"].held.pop(key)  # refused: the transfer has failed, the first tokens are delivered
+
+        cluster["d0"].hook = fail_once
+        answers = await ask(cluster)
+        assert [answer.end.timeline.replays for answer in answers] == [1] * N
+        assert count(cluster, "reserve", *SAMPLES) + count(cluster, "generate", *SAMPLES) == N
+
+
+async def test_a_busy_decode_worker_is_asked_again(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        codes = iter([worker_pb2.FAILURE_CODE_OVERLOADED] * 2)
+        cluster["d0"].refuse = lambda command, request: next(codes, None)
+        answers = await ask(cluster)
+        assert [answer.end.timeline.replays for answer in answers] == [0] * N
+        assert count(cluster, "reserve", *SAMPLES) == 0
+
+
+async def test_a_failed_transfer_is_rebuilt_once_for_all(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_TRANSFER
+        answers = await ask(cluster)
+        assert {answer.end.timeline.reason for answer in answers} == {"rebuild"}
+        assert count(cluster, "generate", "r", *SAMPLES) == 1
+
+
+async def test_replays_used_up_end_the_call(model: Path) -> None:
+    async with NullCluster(model, pair(), max_replays=1) as cluster:
+        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_INTERNAL
+        with pytest.raises(Unavailable, match="given up after 1 replays"):
+            await cluster.client.samples([1, 2], Sampling(max_tokens=8, n=N), request_id="r")
+        await settled(cluster)
+        assert cluster.dispatcher.counters.failed == N
+
+
+class Hold:
+    """A hook that holds everything at one point."""
+
+    def __init__(self, point: str, index: int = 0) -> None:
+        self.reached = asyncio.Event()
+        self._at = (point, index)
+
+    async def __call__(self, point: str, key: RequestKey, index: int) -> None:
+        if (point, index) == self._at:
+            self.reached.set()
+            await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("who", "point"), [("d0", "reserve"), ("p0", "prefill"), ("p0", "manifest"), ("d0", "token")]
+)
+@pytest.mark.parametrize("how", ["cancel", "leave", "deadline", "drain"])
+async def test_the_end_of_the_call_frees_everything(model: Path, who: str, point: str, how: str) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        hold = cluster[who].hook = Hold(point, 3 if point == "token" else 0)
+        call = asyncio.ensure_future(
+            cluster.client.samples(
+                [1, 2], Sampling(max_tokens=8, n=N), request_id="r", timeout_s=0.5 if how == "deadline" else None
+            )
+        )
+        await hold.reached.wait()
+        with pytest.raises(InvalidRequest, match="is running"):
+            await cluster.client.complete([1], request_id="r")
+        match how:
+            case "cancel":
+                assert await cluster.client.cancel("r")
+                answers = await call
+                assert {answer.finish_reason for answer in answers} == {"cancelled"}
+            case "leave":
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+            case "deadline":
+                with pytest.raises(DeadlineExceeded):
+                    await call
+            case "drain":
+                await cluster.dispatcher.drain(0.0)
+                with pytest.raises(Unavailable):
+                    await call
+        await settled(cluster)
+        assert not await cluster.client.cancel("r")
+
+
+@pytest.mark.parametrize("n", [0, 17])
+async def test_how_many_samples_there_may_be(model: Path, n: int) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        with pytest.raises(InvalidRequest, match=rf"sampling\.n: must be in \[1, 16\], got {n}"):
+            await cluster.client.samples([1, 2], Sampling(max_tokens=8, n=n))
+        await ask(cluster, 4, n=16)
+        await ask(cluster, 4, n=1)
+        with pytest.raises(ValueError, match="samples"):
+            await cluster.client.complete([1, 2], Sampling(n=2))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_random_deaths_lose_nothing(model: Path, seed: int) -> None:
+    """Many requests at once, some with one sample, while workers die and come back at random moments."""
+    dice = random.Random(seed)
+    workers = [
+        NullWorker(name, role, step_s=0.001)
+        for name, role in (
+            ("p0", Role.PREFILL),
+            ("p1", Role.PREFILL),
+            ("d0", Role.DECODE),
+            ("d1", Role.DECODE),
+        )
+    ]
+    async with NullCluster(model, workers, max_replays=50) as cluster:
+
+        async def one(number: int) -> None:
+            n, tokens = dice.choice([1, 2, 5]), dice.randint(1, 30)
+            answers = await cluster.client.samples([number, 2], Sampling(max_tokens=tokens, n=n))
+            found = [answer.token_ids for answer in answers]
+            assert found == [expected(tokens, sample, (number, 2)) for sample in range(n)]
+
+        calls = [asyncio.ensure_future(one(number)) for number in range(24)]
+        for _ in range(5):
+            await asyncio.sleep(dice.uniform(0.005, 0.06))
+            name = dice.choice(sorted(cluster.workers))
+            old = cluster.workers[name]
+            await old.crash()
+            await cluster.replace(NullWorker(name, old.role, step_s=0.001))
+        await asyncio.wait_for(asyncio.gather(*calls), 60)
+        await settled(cluster)
