@@ -16,6 +16,7 @@ ASSUMED_LINK_BYTES_S: Final[Mapping[str, float]] = {"shm": 4e9}
 """Bandwidth of a transport before it was measured; 10 Gbit/s of those that are not here."""
 _ASSUMED_BYTES_S: Final = 1.25e9
 _SLACK_S: Final = 0.001  # of any transfer: what is shorter says little about the model
+_MOST_ADDRESSES: Final = 256  # that something is kept of; a cluster that grows and shrinks sees new ones for ever
 _TRUST: Final = 4.0  # the model is not wrong by more than this factor
 
 
@@ -108,7 +109,8 @@ class Forecast(NamedTuple):
 class CodecChooser:
     """Knows the speeds of one sender's codecs, prefills, links and receivers. Under the sender's lock.
 
-    What is known of an address is kept when a stream breaks or a receiver starts anew.
+    What is known of an address is kept when a stream breaks or a receiver starts anew, unless so many others were
+    sent to since that it is the one of longest ago.
 
     Args:
         codecs: those that this worker has. dtype: of its cache.
@@ -132,9 +134,9 @@ class CodecChooser:
 
     def link(self, address: str, transport: str) -> Link:
         """The way to a receiver by a transport."""
-        name = (address, transport)
+        name, decode = (address, transport), self._decode_of(address)
         if name not in self._links:
-            self._links[name] = Link(transport, self._decode_of(address))
+            self._links[name] = Link(transport, decode)
         return self._links[name]
 
     def told(self, address: str, rates: Iterable[tuple[str, float]]) -> None:
@@ -221,8 +223,15 @@ class CodecChooser:
         return Chosen(usable[choice.codec], choice, frame_bytes, final=final, forecast=forecast)
 
     def _decode_of(self, address: str) -> dict[str, Quotient]:
-        if address not in self._decode:
-            self._decode[address] = {
-                name: Quotient(cost.decode_bytes_s, CODEC_HALF_LIFE_S) for name, cost in self._costs.items()
-            }
-        return self._decode[address]
+        decode = self._decode.pop(address, None)
+        if decode is None:
+            if len(self._decode) == _MOST_ADDRESSES:
+                self._forget(next(iter(self._decode)))
+            decode = {name: Quotient(cost.decode_bytes_s, CODEC_HALF_LIFE_S) for name, cost in self._costs.items()}
+        self._decode[address] = decode  # the one that was used last is at the end
+        return decode
+
+    def _forget(self, address: str) -> None:
+        del self._decode[address]
+        for name in [name for name in self._links if name[0] == address]:
+            del self._links[name]

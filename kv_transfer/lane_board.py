@@ -55,7 +55,7 @@ class OutboundLane:
     Attributes:
         number: its name on the stream.
         opened_at: clock reading when it was asked for. used_at: when it last carried a frame, or became ready.
-        heard_at: when one of its frames was last answered.
+        heard_at: when one of its frames was last answered. closing_at: when it was given up.
         sequence: of the next frame.
         under_way: frames that are not answered, oldest first.
     """
@@ -66,6 +66,7 @@ class OutboundLane:
     opened_at: float
     used_at: float
     heard_at: float = 0.0
+    closing_at: float = 0.0
     state: LaneState = LaneState.OPENING
     sequence: int = 0
     under_way: dict[FrameName, UnderWay] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class OutboundLane:
                 oldest = next(iter(self.under_way.values()), None)
                 return None if oldest is None else max(oldest.sent_at, self.heard_at)
             case LaneState.CLOSING:
-                return None
+                return self.closing_at
 
 
 class LaneBoard:
@@ -156,12 +157,14 @@ class LaneBoard:
         if lane.state is LaneState.CLOSING:
             return False
         lane.state = LaneState.CLOSING
+        lane.closing_at = now
         self._failed(lane.transport, now)
         return True
 
-    def retire(self, lane: OutboundLane) -> None:
+    def retire(self, lane: OutboundLane, now: float) -> None:
         """An idle lane makes room for another one's."""
         lane.state = LaneState.CLOSING
+        lane.closing_at = now
 
     def closed(self, lane: OutboundLane) -> dict[FrameName, UnderWay]:
         """The receiver has answered every frame that it heard of. Returns those that it did not hear of."""

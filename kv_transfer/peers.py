@@ -136,10 +136,15 @@ class PeerTable:
             for lane in peer.board:
                 since = lane.silent_since()
                 # Frames do not wait for an opening as long as that; those under way on a lane wait for its answers.
-                opening = lane.state is LaneState.OPENING
-                bound = self._config.send_timeout_s if opening else self._config.lane_timeout_s
-                if since is not None and now - since >= bound:
-                    self._give_up(peer, lane, f"no answer for {bound} s")
+                ready = lane.state is LaneState.READY
+                bound = self._config.lane_timeout_s if ready else self._config.send_timeout_s
+                if since is None or now - since < bound:
+                    continue
+                if lane.state is LaneState.CLOSING:
+                    # What it holds of the credit and of the process groups would be lost for the stream's life.
+                    self.drop(peer, f"the receiver does not close lane {lane.number} within {bound} s", refused=False)
+                    break
+                self._give_up(peer, lane, f"no answer for {bound} s")
 
     def start_closing(self) -> None:
         """From now on no send is moved to a new stream, and no lane is opened."""
@@ -259,7 +264,7 @@ class PeerTable:
         if idle:
             other, lane = min(idle, key=lambda pair: pair[1].used_at)
             assert other.link is not None
-            other.board.retire(lane)
+            other.board.retire(lane, self._clock.now())
             lane.lane.close()
             other.link.post_lane(LaneClose(lane.number, "idle, and another pair needs its place"))
         return False

@@ -280,8 +280,10 @@ class WorkerLoad:
         preemptions: sequences preempted.
         recomputed_tokens: tokens computed again, by reason: ``preempt``, ``rebuild`` (a transfer failed), ``replay``
             (another worker did).
-        transfers: what went wrong with KV transfers, by event: ``frames_retried``, ``lanes_failed``,
-            ``frames_moved`` to another transport, ``sends_failed``, ``frames_rejected``, ``tickets_failed``.
+        transfers: what became of KV transfers, by event. What went wrong: ``frames_retried``, ``lanes_failed``,
+            ``frames_moved`` to another transport, ``sends_failed``, ``frames_rejected``, ``tickets_failed``. A
+            prefill worker adds what each transport did: ``grpc_frames``, ``grpc_bytes``, and ``shm_opened`` and
+            ``shm_downgrades`` for those that are opened beside the stream.
         step_ms: mean duration of the recent steps.
         progress: grows while the engine's loop lives, within a long step too; a worker with work and without
             progress is stuck.

@@ -207,6 +207,13 @@ class PrefillHandler:
             "frames_moved": sum(lane.moved_frames for lane in counters.lanes.values()),
             "sends_failed": counters.failed,
         }
+        for transport, lane in counters.lanes.items():
+            events |= {
+                f"{transport}_frames": lane.frames,
+                f"{transport}_bytes": lane.frame_bytes,
+                f"{transport}_opened": lane.opened,
+                f"{transport}_downgrades": lane.downgrades,
+            }
         return TransferLoad(0, self._sender.open_sends, events)
 
     def end_streams(self) -> None:

@@ -990,7 +990,7 @@ class Load(google.protobuf.message.Message):
 
     @property
     def transfer_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """what went wrong with KV transfers, see pdcore.types.WorkerLoad"""
+        """what became of KV transfers, see pdcore.types.WorkerLoad"""
 
     @property
     def step_time(self) -> Global___StepTime: ...

@@ -48,7 +48,7 @@ from worker.session import SessionHub
 logger = logging.getLogger(__name__)
 
 # Streams hold a thread each for their whole life: one per router, one per prefill worker that sends here.
-_MAX_STREAMS = 64
+_MAX_STREAMS = 1024
 _WARM_UP_TOKENS = 32
 _STUCK_S = 10.0
 

@@ -72,11 +72,17 @@ def codecs(
 
     share_cores()  # before numpy is imported
     check_dtype(dtype)
-    names = [name.strip() for name in chosen.split(",") if name.strip()] or list(CODECS)
+    console = Console()
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
     for name in names:
         if name not in CODECS:
             raise fail(f"--codecs: {name!r} is not allowed; allowed: {', '.join(CODECS)}", EXIT_USAGE)
-    console = Console()
+    unfit = _unfit(names or CODECS, dtype)
+    if names and unfit:
+        raise fail(f"--codecs: {', '.join(unfit)} cannot pack {dtype}", EXIT_USAGE)
+    if unfit:
+        console.print(f"left out, since they cannot pack {dtype}: {', '.join(unfit)}", highlight=False)
+    names = [name for name in names or CODECS if name not in unfit]
     try:
         results, counted = _measured(
             model, dtype, names, prompts=prompts, tokens=tokens, calibration=calibration, console=console
@@ -128,7 +134,7 @@ def _measured(
 def _codecs(
     model: str, folder: Path, dtype: str, names: Sequence[str], *, calibration: Path | None, console: Console
 ) -> list[Codec]:
-    """The codecs that can pack `dtype`, tc4 with a calibration that is made here if need be."""
+    """These codecs, which can pack `dtype`; tc4 with a calibration that is made here if need be."""
     from cluster.codec_quality.calibrations import default_calibration_dir, find_calibration
     from cluster.codec_quality.model_runs import model_geometry
     from kv_transfer.codecs.calibration import load_calibration, save_calibration
@@ -150,7 +156,16 @@ def _codecs(
             save_calibration(made, path)
             console.print(f"calibration kept in {path}", highlight=False, soft_wrap=True)
             known["tc4"] = Tc4Codec(made)
-    return [known[name] for name in names if name in known and dtype in known[name].dtypes]
+    return [known[name] for name in names]
+
+
+def _unfit(names: Sequence[str], dtype: str) -> list[str]:
+    """Those codecs that cannot pack `dtype`."""
+    from kv_transfer.codecs.registry import STANDARD
+    from kv_transfer.codecs.tc4 import Tc4Codec
+
+    dtypes = {codec.name: codec.dtypes for codec in (*STANDARD, Tc4Codec)}
+    return [name for name in names if dtype not in dtypes[name]]
 
 
 def quality_table(results: Sequence[Quality]) -> Table:

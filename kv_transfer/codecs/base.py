@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,15 @@ class SectionShape(NamedTuple):
     def raw_bytes(self) -> int:
         """Bytes of the section, decoded."""
         return self.elements * DTYPE_BYTES[self.dtype]
+
+
+_PARAMETERS: Final = struct.Struct("<HHH10x")
+
+
+def codec_parameters(*, group: int = 0, sinks: int = 0, window: int = 0) -> bytes:
+    """A codec's parameters as frames carry them: tokens or elements of a group, tokens at the front and at the end of
+    a sequence that are kept as they are. 0 is none."""
+    return _PARAMETERS.pack(group, sinks, window)
 
 
 class Codec(Protocol):

@@ -19,14 +19,13 @@ here, and the Triton kernel give the same bytes.
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.codecs.base import Buffer, SectionShape
+from kv_transfer.codecs.base import Buffer, SectionShape, codec_parameters
 from kv_transfer.codecs.word_split import join_words, split_words
 from kv_transfer.frames import NO_TAG
 from kv_transfer.native.library import NativeKernels, native_kernels
@@ -95,7 +94,7 @@ class Bexp3Codec:
     lossless = True
     dtypes: tuple[str, ...] = ("bfloat16",)
     calibration = NO_TAG
-    parameters = struct.pack("<H14x", GROUP_TOKENS)
+    parameters = codec_parameters(group=GROUP_TOKENS)
 
     def __init__(self, kernels: Callable[[], NativeKernels | None] = native_kernels) -> None:
         self._kernels = kernels

@@ -38,10 +38,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.codecs.base import Buffer, SectionShape
+from kv_transfer.codecs.base import Buffer, SectionShape, codec_parameters
 from kv_transfer.codecs.bitpack import pack_nibbles, pack_pairs, unpack_nibbles, unpack_pairs
 from kv_transfer.codecs.floats import bits, round_into, to_float32
-from kv_transfer.codecs.sinks import by_token, kept_tokens
+from kv_transfer.codecs.sinks import SINK_TOKENS, by_token, kept_tokens
 from kv_transfer.frames import KIND_K, NO_TAG
 from pdcore.errors import FrameError
 
@@ -107,7 +107,7 @@ class GroupedCodec:
     version = 1
     lossless = False
     calibration = NO_TAG
-    parameters = NO_TAG
+    parameters = codec_parameters(group=GROUP, sinks=SINK_TOKENS)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     def __init__(self, name: str, *, key_bits: int, value_bits: int) -> None:

@@ -33,12 +33,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kv_transfer.codecs.base import Buffer, SectionShape
+from kv_transfer.codecs.base import Buffer, SectionShape, codec_parameters
 from kv_transfer.codecs.bounded_zstd import FrameCompressor, decompress
 from kv_transfer.codecs.calibration import Calibration
 from kv_transfer.codecs.floats import bits, round_into, to_float32
-from kv_transfer.codecs.sinks import by_token, kept_tokens
-from kv_transfer.frames import KIND_K, NO_TAG
+from kv_transfer.codecs.sinks import SINK_TOKENS, by_token, kept_tokens
+from kv_transfer.frames import KIND_K
 from pdcore.errors import FrameError
 
 _SPLIT_CODES: Final = 8192
@@ -61,7 +61,7 @@ class Tc4Codec:
     name = "tc4"
     version = 1
     lossless = False
-    parameters = NO_TAG
+    parameters = codec_parameters(sinks=SINK_TOKENS)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     def __init__(self, calibration: Calibration) -> None:

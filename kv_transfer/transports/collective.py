@@ -264,9 +264,11 @@ class CollectiveReceiveLane:
             frame = self._inbox.get()
             if frame is None:
                 return
+            receiving = _Receiving(frame)
+            posted.append(receiving)  # before anything can fail: it is answered, whatever becomes of the lane
             # Its length was checked against the credit when it was announced.
-            tensor = torch.from_numpy(np.empty(frame.total, np.uint8)).to(group.device)
-            posted.append(_Receiving(frame, tensor, group.receive(tensor, frame.sequence & _TAG_MASK)))
+            receiving.tensor = torch.from_numpy(np.empty(frame.total, np.uint8)).to(group.device)
+            receiving.work = group.receive(receiving.tensor, frame.sequence & _TAG_MASK)
 
     def _give_up(self, posted: deque[_Receiving]) -> None:
         """End the group, then say what is lost with it: a receive that is posted may write until then."""
@@ -284,13 +286,13 @@ class CollectiveReceiveLane:
             self._sink.lost(frame)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Receiving:
-    """A receive that is posted. `tensor`: bytes on the group's device."""
+    """A receive that is posted, or about to be. `tensor`: bytes on the group's device."""
 
     frame: ExpectedFrame
-    tensor: torch.Tensor
-    work: Any
+    tensor: torch.Tensor | None = None
+    work: Any = None
 
 
 def _to_device(data: bytes, group: PairGroup) -> torch.Tensor:
@@ -302,5 +304,6 @@ def _to_device(data: bytes, group: PairGroup) -> torch.Tensor:
 
 
 def _to_host(receiving: _Receiving, group: PairGroup) -> memoryview:
+    assert receiving.tensor is not None, "posted"
     with group.on_stream():
         return receiving.tensor.cpu().numpy().data

@@ -137,8 +137,11 @@ class PairGroup:
             self._stream.synchronize()
 
     def abort(self) -> None:
-        """End the group: the peer notices at once, this end at its next operation or time-out. Any thread; returns at
-        once."""
+        """End the group. Any thread; returns at once.
+
+        When the connection closes is for the backend to say: Gloo's does once nobody refers to the group or to an
+        operation of it. Until then a peer that waits hears nothing, and notices at its time-out at the latest.
+        """
         if self._stream is None:
             self._abort()
         else:  # NCCL waits for its kernels

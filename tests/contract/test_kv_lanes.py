@@ -8,13 +8,15 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from kv_transfer import frame_intake
-from kv_transfer.inbound_lanes import InboundLane
+from kv_transfer.inbound_lanes import InboundLane, InboundLanes
 from kv_transfer.lane_board import LaneState
 from kv_transfer.lanes import LaneError
 from kv_transfer.transports import collective, shm
 from kv_transfer.transports.catalog import available_transports
+from kv_transfer.transports.process_group import PairGroup
 from kv_transfer.transports.shm import ShmSendLane
 from pdcore.config import TRANSPORTS, TransferConfig
 from pdcore.types import RequestKey
@@ -71,6 +73,42 @@ class Inbound:
 
 
 # --- lanes that fail -----------------------------------------------------------------------------------------------
+
+
+def test_a_receive_that_cannot_be_posted_is_answered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the connection of a group has broken since the last frame: Gloo says so when the next one is posted."""
+    receive, posts = PairGroup.receive, 0
+
+    def broken(group: PairGroup, tensor: torch.Tensor, tag: int) -> object:
+        nonlocal posts
+        posts += 1
+        if posts == 3:
+            raise LaneError("the pair is closed")
+        return receive(group, tensor, tag)
+
+    monkeypatch.setattr(PairGroup, "receive", broken)
+    with small_pair(config_of("collective")) as pair:
+        assert pair.transfer(KEY, 400).error is None
+        pair.assert_equal(400)
+        settled(pair)
+        counters = pair.sender.counters.lanes["collective"]
+        assert (counters.downgrades, counters.moved_frames >= 1) == (1, True)
+        wait_until(lambda: not pair.lanes() or pair.lanes()[0].state is LaneState.READY)
+
+
+def test_a_receiver_that_does_not_close_a_lane_loses_the_stream(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What such a lane holds, credit or a place among the process groups, would be lost for the stream's life."""
+    monkeypatch.setattr(InboundLanes, "close", lambda lanes, message: None)
+    with small_pair(config_of(lane, send_timeout_s=patience(lane))) as pair:
+        assert pair.transfer(KEY, 100).error is None
+        (opened,) = pair.lanes()
+        peers = pair.sender._peers
+        peers.lane_failed(peers.peers()[0], opened, "the test says so")
+        assert opened.state is LaneState.CLOSING
+        wait_until(lambda: not pair.lanes())
+        assert pair.transfer(RequestKey("r2", 0), 100).error is None
+        assert pair.sender.counters.links == 2
+        settled(pair)
 
 
 @pytest.mark.parametrize("which", ["a middle one", "the last one", "the first one"])

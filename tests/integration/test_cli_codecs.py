@@ -16,7 +16,7 @@ from tests.support.tiny_model import tiny_llama
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments), prog_name="pdserve", env={"COLUMNS": "100"})
+    return CliRunner().invoke(app, list(arguments), prog_name="pdserve", env={"COLUMNS": "80"})
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_every_codec_is_measured_and_tc4_calibrated_on_the_way(model: Path, cach
     path = tmp_path / "new" / "codecs.json"
     result = invoke("codecs", "--model", str(model), "--prompts", "2", "--tokens", "8", "--json", str(path))
     assert result.exit_code == 0, result.output
-    assert all(len(line) <= 100 for line in result.stdout.splitlines() if str(tmp_path) not in line)
+    assert all(len(line) <= 80 for line in result.stdout.splitlines() if str(tmp_path) not in line)
     assert "2 prompts" in result.stdout
     lines = json.loads(path.read_text())
     keys = {"codec", "lossless", "ratio", "encode_gb_s", "decode_gb_s", "kl", "top1", "exact_match"}
@@ -103,3 +103,12 @@ def test_what_is_wrong_is_said(model: Path, arguments: tuple[str, ...], code: in
     result = invoke(*given)
     assert result.exit_code == code, result.output
     assert all(word in result.stderr for word in words), result.stderr
+
+
+def test_a_codec_that_cannot_pack_the_type_is_refused_or_named(model: Path) -> None:
+    asked = invoke("codecs", "--model", str(model), "--dtype", "float16", "--codecs", "raw,bexp3")
+    assert asked.exit_code == 2
+    assert "bexp3 cannot pack float16" in asked.output
+    rest = invoke("codecs", "--model", str(model), "--dtype", "float16", "--prompts", "1", "--tokens", "4")
+    assert rest.exit_code == 0, rest.output
+    assert "left out, since they cannot pack float16: bexp3" in rest.output

@@ -16,7 +16,7 @@ from decode_worker.worker import DecodeWorker
 from engine.step import StepInput, StepOutput
 from pdcore.config import SchedulerConfig, TransferConfig, WorkerConfig
 from pdcore.errors import ConfigError, TicketError
-from pdcore.types import RequestKey, RequestSpec, Role
+from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, Role
 from prefill_worker.worker import PrefillWorker
 from protos import worker_pb2, worker_pb2_grpc
 from tests.support.reference import divergences, load_reference
@@ -289,7 +289,7 @@ def test_two_routers_may_use_the_same_request_id(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("hello", "words"),
     [
-        ({"protocol_min": 7, "protocol_max": 9}, ("protocol version", "2", "7 to 9")),
+        ({"protocol_min": 7, "protocol_max": 9}, ("protocol version", str(PROTOCOL_VERSION), "7 to 9")),
         ({"model_digest": "feed"}, ("model digest", "feed")),
         ({"worker_incarnation": "yesterday"}, ("incarnation", "yesterday")),
         ({"router_incarnation": "a/b"}, ("router incarnation", "a/b")),

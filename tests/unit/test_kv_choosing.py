@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.choosing import ASSUMED_LINK_BYTES_S, Chosen, CodecChooser, Forecast
+from kv_transfer.choosing import _MOST_ADDRESSES, ASSUMED_LINK_BYTES_S, Chosen, CodecChooser, Forecast
 from kv_transfer.codec_speed import assumed_costs
 from kv_transfer.codecs.bexp3 import Bexp3Codec
 from kv_transfer.codecs.bexp_zstd import BexpZstdCodec
@@ -61,6 +61,20 @@ def saturate(chooser: CodecChooser, bytes_s: float, start: float = 0.0, frames: 
     for index in range(frames):
         link.answered(REF, index, 0.001, 0.0005, start + (index + 1) * FRAME / bytes_s + 0.001)
     return start + frames * FRAME / bytes_s + 0.001
+
+
+# --- what is remembered ---------------------------------------------------------------------------------------------
+
+
+def test_the_address_of_longest_ago_is_forgotten() -> None:
+    chooser = CodecChooser(CODECS, "bfloat16", COSTS)
+    kept = chooser.link("kept", "grpc")
+    first = chooser.link("first", "grpc")
+    for number in range(2 * _MOST_ADDRESSES):
+        chooser.link(f"10.0.0.{number}", "grpc")
+        assert chooser.link("kept", "grpc") is kept
+    assert chooser.link("first", "grpc") is not first
+    assert len(chooser._links) == len(chooser._decode) == _MOST_ADDRESSES
 
 
 # --- how large frames are -------------------------------------------------------------------------------------------

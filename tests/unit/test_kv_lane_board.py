@@ -138,7 +138,7 @@ def test_answers_find_their_lane_and_the_rest_is_lost_with_it() -> None:
     assert lane.silent_since() == 1.0
     assert board.answered(names[0], 0.5) is None, "once"
     board.fail(lane, 4.0)
-    assert lane.silent_since() is None
+    assert lane.silent_since() == 4.0, "it is for the receiver to close it"
     assert board.answered(names[2], 4.5) is not None, "it was under way when the lane failed"
     assert board.find(lane.number) is lane
     assert list(board.closed(lane)) == [names[1]]
@@ -186,7 +186,8 @@ def test_an_idle_lane_makes_room_without_blame() -> None:
     board = LaneBoard(("collective", "grpc"), 1e12)
     lane = open_next(board, 0.0)
     board.ready(lane, 0.0)
-    board.retire(lane)
+    board.retire(lane, 1.0)
+    assert lane.silent_since() == 1.0
     board.closed(lane)
     assert board.due(0.0) == "collective"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -43,6 +44,32 @@ shapes = st.builds(
     st.integers(0, 1),
     st.sampled_from(["bfloat16", "float16"]),
 )
+
+
+# --- golden vectors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "size", "checksum"),
+    [
+        ("q8", KIND_K, 18480, 1068812611),
+        ("q8", KIND_V, 18480, 1068812611),
+        ("fp8", KIND_K, 18480, 443781351),
+        ("fp8", KIND_V, 18480, 443781351),
+        ("k6v4", KIND_K, 16128, 1108002232),
+        ("k6v4", KIND_V, 10816, 1663497568),
+        ("k4v4", KIND_K, 11776, 1415483904),
+        ("k4v4", KIND_V, 10816, 1663497568),
+    ],
+)
+def test_golden_payload(name: str, kind: int, size: int, checksum: int) -> None:
+    """Two layers of 70 tokens, 2 heads of 64: a change of these bytes is a new version of the codec."""
+    words = [(0x3F80 + 37 * i * i) & 0x1FF | 0x3E00 | (i % 5 == 0) << 15 for i in range(2 * 70 * 2 * 64)]
+    shape = SectionShape(kind, "bfloat16", 0, 2, 2, 70, 0, 2, 64)
+    payload = CODECS[name].encode(np.array(words, np.uint16).view(np.uint8), shape)
+    assert payload is not None
+    data = b"".join(payload)
+    assert (len(data), zlib.crc32(data)) == (size, checksum)
 
 
 # --- the formats, written once more without regard for speed --------------------------------------------------------
