@@ -2,9 +2,10 @@
 
     <cache>/<name>-<digest>/<name>.so     the library, then the SHA-256 of its bytes (a loader ignores what follows)
 
-The digest covers the sources, the flags, the compiler's version and the kind of machine, so a file never needs to be
-changed: it is put in place whole, by a rename. Processes that build at the same time each rename their own, and
-either will do. A file that was damaged since does not end in its own checksum, and is built again.
+The digest covers the sources, the flags and the kind of machine, so a file never needs to be changed: it is put in
+place whole, by a rename. Whichever compiler made it, it does the same: an image without one can be given the cache.
+Processes that build at the same time each rename their own, and either will do. A file that was damaged since does
+not end in its own checksum, and is built again.
 """
 
 from __future__ import annotations
@@ -56,15 +57,20 @@ def open_library(
         compilers: names or paths; the first that exists is used. timeout_s: of the compilation.
 
     Raises:
-        NativeUnavailable: no compiler, or it failed (with its message), or the library cannot be opened.
+        NativeUnavailable: no library and no compiler, or it failed (with its message), or the library does not open.
     """
+    sources = sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
+    path = (cache_dir or default_cache_dir()) / f"{name}-{_digest(sources)[:16]}" / f"{name}.so"
     compiler = next(filter(None, map(shutil.which, compilers)), None)
+    if _is_intact(path):
+        try:
+            return _open(path)
+        except NativeUnavailable as error:  # made where the C library is newer, perhaps
+            if compiler is None:
+                raise
+            logger.info("%s; it is built again", error)
     if compiler is None:
         raise NativeUnavailable("no C compiler")
-    sources = sorted(path for path in folder.iterdir() if path.suffix in (".c", ".h"))
-    path = (cache_dir or default_cache_dir()) / f"{name}-{_digest(compiler, sources)[:16]}" / f"{name}.so"
-    if _is_intact(path):
-        return _open(path)
     with tempfile.TemporaryDirectory(prefix=f"{name}-") as build:
         built = Path(build) / f"{name}.so"
         units = [str(source) for source in sources if source.suffix == ".c"]
@@ -77,8 +83,8 @@ def open_library(
     return _open(path)
 
 
-def _digest(compiler: str, sources: Sequence[Path]) -> str:
-    parts = [platform.machine(), *FLAGS, _run([compiler, "--version"], 10.0)]
+def _digest(sources: Sequence[Path]) -> str:
+    parts = [platform.machine(), *FLAGS]
     for source in sources:
         parts += [source.name, source.read_text()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

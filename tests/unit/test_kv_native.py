@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import subprocess
 import sys
@@ -298,6 +299,19 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_no_compiler(tmp_path: Path) -> None:
+def test_no_compiler(tmp_path: Path, compiler: Path) -> None:
     with pytest.raises(NativeUnavailable, match="no C compiler"):
-        open_kv_library(tmp_path, [str(tmp_path / "cc")])
+        open_kv_library(tmp_path, [str(tmp_path / "none")])
+    open_kv_library(tmp_path, [str(compiler)])
+    assert works(open_kv_library(tmp_path, [str(tmp_path / "none")])), "it is there already"
+
+
+def test_a_library_that_does_not_open_is_built_again(tmp_path: Path, compiler: Path) -> None:
+    open_kv_library(tmp_path / "one", [str(compiler)])
+    path = tmp_path / "other" / cached_file(tmp_path / "one").relative_to(tmp_path / "one")
+    path.parent.mkdir(parents=True)
+    junk = b"of another C library"
+    path.write_bytes(junk + hashlib.sha256(junk).digest())
+    with pytest.raises(NativeUnavailable, match="does not load"):
+        open_kv_library(tmp_path / "other", [str(tmp_path / "none")])
+    assert works(open_kv_library(tmp_path / "other", [str(compiler)]))
