@@ -283,8 +283,9 @@ class Engine:
             heir = sequences[0]
             self._blocks.transfer(Owner.ticket(owner), Owner.sequence(heir.key))
             del self._tickets[owner]
-            share_out(sequences, self._blocks, self._runner.cache, known, published=0, own=1)
-            self._publish(heir)
+            heir.take_computed(blocks[: self._blocks.blocks_for(known + 1)], known, published=0)
+            self._publish(heir)  # while its blocks are its own
+            share_out(heir, sequences[1:], self._blocks, self._runner.cache, own=1)
             for sequence, token in zip(sequences, first_tokens, strict=True):
                 self._echo(sequence, token)
 
@@ -378,7 +379,10 @@ class Engine:
                 self._recomputed["preempt"] += preempt
                 self._recomputed["rebuild" if sequence.spec.rebuild else "replay"] += replay
                 sequence.num_computed = end
-                if end // self._block_size > sequence.num_published:
+                if any(token != NO_TOKEN and not 0 <= token < self.model.vocab_size for _, token in samples):
+                    # The model has made nothing sensible of a trunk, whose samples end one by one.
+                    self._blocks.unpublish(Owner.sequence(key))
+                elif end // self._block_size > sequence.num_published:
                     self._publish(sequence)
                 if key in scored:
                     sequence.num_scored = scored[key].end
@@ -449,9 +453,10 @@ class Engine:
                 self._enter(branch)
                 branches.append(branch)
         if branches and trunk.kind is SequenceKind.GENERATE:
-            self._blocks.transfer(Owner.sequence(trunk.key), Owner.sequence(branches[0].key))
-            computed, published = trunk.num_computed, trunk.num_published
-            share_out(branches, self._blocks, self._runner.cache, computed, published=published)
+            heir = branches[0]
+            self._blocks.transfer(Owner.sequence(trunk.key), Owner.sequence(heir.key))
+            heir.take_computed(trunk.block_ids, trunk.num_computed, trunk.num_published)
+            share_out(heir, branches[1:], self._blocks, self._runner.cache)
         self._leave(trunk)
 
     def _abort_unborn(self, key: RequestKey) -> bool:

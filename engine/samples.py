@@ -9,21 +9,17 @@ from engine.sequence import Sequence
 from engine.step import KvCache
 
 
-def share_out(
-    sequences: Seq[Sequence], blocks: BlockManager, cache: KvCache, computed: int, *, published: int, own: int = 0
-) -> None:
-    """The first of these sequences owns blocks with the KV of `computed` tokens. Give all of them the same: full
-    blocks are shared, the rest of it is copied at once, for each of them is about to write there.
+def share_out(heir: Sequence, others: Seq[Sequence], blocks: BlockManager, cache: KvCache, *, own: int = 0) -> None:
+    """`heir` has the KV of a prompt. Give all `others` the same: full blocks are shared, the rest of it is copied at
+    once, for each of them is about to write there.
 
     Who gets no block for that, for want of free ones, waits for its turn and computes it again.
 
     Args:
-        published: blocks from the front that were offered to the prefix cache.
-        own: blocks for each of the others that are at the end of the first one's.
+        own: blocks for each of the others that its owner has behind those of its table.
     """
-    heir, *others = sequences
     source = Owner.sequence(heir.key)
-    full, rest = divmod(computed, blocks.block_size)
+    full, rest = divmod(heir.num_computed, blocks.block_size)
     for sequence in others:
         target = Owner.sequence(sequence.key)
         if rest and not own and not blocks.free:
@@ -33,8 +29,7 @@ def share_out(
             if not own:
                 blocks.allocate(target, 1)
             _copy_block(cache, blocks.blocks_of(source)[full], blocks.blocks_of(target)[full], rest)
-        sequence.take_computed(blocks.blocks_of(target), computed, min(published, full))
-    heir.take_computed(blocks.blocks_of(source), computed, published)
+        sequence.take_computed(blocks.blocks_of(target), heir.num_computed, min(heir.num_published, full))
 
 
 def _copy_block(cache: KvCache, source: int, target: int, tokens: int) -> None:

@@ -128,6 +128,11 @@ class FramePlanner:
         chunk_end = self._chunk_end
         return [chunk_end if layer < self.chunk_layers else self.computed for layer in range(self.num_layers)]
 
+    def fit(self, group_bytes: int, most_bytes: int) -> None:
+        """From now on frames have about `group_bytes`, and never more than `most_bytes` if a token's fit in that."""
+        self.group_bytes = max(1, min(group_bytes, most_bytes))
+        self.frame_tokens = max(1, min(self.frame_tokens, most_bytes // self.layer_token_bytes))
+
     @property
     def _most_tokens(self) -> int:
         fitting = self.group_bytes // self.layer_token_bytes // LEAST_TOKENS * LEAST_TOKENS

@@ -64,6 +64,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.001  # between looks at the layers of a running step, while there are any to wait for
 _TICK_S = 0.1
 _IDLE_S = 1.0
+_FRAME_OVERHEAD = 1024  # a frame's header and the gaps between its parts take less
 
 
 class KvSender:
@@ -326,7 +327,8 @@ class KvSender:
                 encoder_queue_bytes=sum(others),
                 now=now,
             )
-            planner.group_bytes = chosen.frame_bytes
+            # The plan fits our own credit; the receiver's may be smaller, and two frames should fit in it.
+            planner.fit(chosen.frame_bytes, send.peer.window // 2 - _FRAME_OVERHEAD)
             send.forecast = None if send.session.started else chosen.forecast
         return chosen
 

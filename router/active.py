@@ -42,7 +42,7 @@ class ActiveRequest:
         failed_transfers: so far. rebuild: it goes on without a transfer.
         local_only: disaggregation was found impossible.
         branches: the samples of a trunk. trunk: of a sample; None once it goes on alone.
-        group: of a sample.
+        group: of a sample. joined: its attempt that is part of its trunk's last one; 0 before there is one.
         no_route_since: seconds on the clock since when no worker could ever take it; None if one can.
     """
 
@@ -60,6 +60,7 @@ class ActiveRequest:
     branches: tuple[ActiveRequest, ...] = ()
     trunk: ActiveRequest | None = None
     group: SampleGroup | None = None
+    joined: int = 0
 
     @property
     def waits(self) -> bool:

@@ -125,6 +125,10 @@ class AdmissionQueue:
         self._arrivals += 1
         return sample
 
+    def goes_on(self, sample: QueueEntry) -> None:
+        """A sample runs on by itself: whoever waits for what runs waits for it too."""
+        self._running.add(sample.request_id)
+
     def put_back(self, entry: QueueEntry, not_before: float) -> None:
         """A request that was started could not go on. It gets its old place, and is never shed."""
         entry.not_before = not_before

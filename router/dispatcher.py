@@ -130,8 +130,8 @@ class Dispatcher:
 
     @property
     def running(self) -> int:
-        waiting = sum(len(active.branches) for active in self._active.values())
-        return len(self._active) - len(self._queue) - waiting
+        joined = sum(active.trunk is not None for active in self._active.values())  # counted as their trunk
+        return len(self._active) - len(self._queue) - joined
 
     def submit(
         self, request: GenerationRequest, texts: Sequence[TextStream], deadline: float | None
@@ -342,7 +342,9 @@ class Dispatcher:
             self._pump_soon()
 
     def _on_phase(self, worker_id: str, notice: worker_pb2.RequestNotice) -> None:
-        active = self._active.get(notice.request_id)
+        active, group = self._active.get(notice.request_id), self._groups.get(notice.request_id)
+        if group is not None:
+            active = group.trunk  # it may have branched already by what another worker said
         if active is None:
             return
         with self._guard(active):
@@ -359,7 +361,7 @@ class Dispatcher:
                     self._rates.prefilled(snapshot.role, tokens, done.compute_s)
             elif notice.HasField("prompt_logprobs"):
                 logprobs = logprobs_from_proto(notice.prompt_logprobs)
-                for part in _parts(active, notice.attempt)[:1]:
+                for part in [part for part in _parts(active, notice.attempt) if part.tracker.sample == 0][:1]:
                     now = self._clock.now()
                     told = part.tracker.prompt_logprobs(worker_id, part.tracker.attempt, logprobs, now)
                     self.perform(part, told)
@@ -462,7 +464,9 @@ class Dispatcher:
     def _regroup(self, trunk: ActiveRequest, effect: effects_of.Requeue, now: float) -> bool:
         """A trunk's attempt is lost. Its samples without a token wait for the next one; those that have one, from the
         prefill worker, go on alone. False if there is none left to wait."""
-        kind = FailureKind.TRANSFER if effect.pair else FailureKind.BROKEN
+        kind = FailureKind.BROKEN if effect.counted else FailureKind.BUSY
+        if effect.pair:
+            kind = FailureKind.TRANSFER
         waiting = False
         for sample in trunk.branches:
             tracker = sample.tracker
@@ -541,6 +545,8 @@ class Dispatcher:
             sample.trunk = None
             if outcome.error is not None:
                 self._abandon(sample, outcome.error)
+            if sample.tracker.state is not RequestState.ENDED:
+                self._queue.goes_on(sample.entry)
             for worker_id in sample.tracker.holders:
                 self.pool.assign(worker_id, sample.tracker.key, prefill_tokens=0, cache_tokens=1)
         self._one_less()
@@ -637,6 +643,8 @@ class Dispatcher:
         tracker = active.tracker
         joining = [sample for sample in active.branches if sample.waits]
         effects = tracker.dispatch(route, now, tuple(sample.tracker.join(route, now) for sample in joining))
+        for sample in joining:
+            sample.joined = sample.tracker.attempt
         tokens = tracker.prompt_tokens
         local = route.prefill is None
         self.pool.assign(route.decode, tracker.key, prefill_tokens=tokens if local else 0, cache_tokens=tokens + 1)
@@ -692,7 +700,7 @@ def _parts(active: ActiveRequest, attempt: int) -> list[ActiveRequest]:
     """Whom news of an attempt concerns: of a trunk its samples first, and last itself, which may end by it."""
     if attempt != active.tracker.attempt:
         return []
-    return [*(sample for sample in active.branches if sample.trunk is not None), active]
+    return [*(sample for sample in active.branches if sample.joined == sample.tracker.attempt), active]
 
 
 def _failure_kind(failure: worker_pb2.RequestFailed) -> FailureKind:

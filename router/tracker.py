@@ -240,7 +240,7 @@ class RequestTracker:
         self._cache_salt = cache_salt
         self._tenant = tenant
         self._priority = priority
-        self._sample = sample
+        self.sample = sample
         self._branches: tuple[Branch, ...] = ()
         self._sink = sink
         self._taken = 0
@@ -295,7 +295,7 @@ class RequestTracker:
         if route.prefill is not None:
             self._holders[route.prefill] = True
         self.state = RequestState.DECODING if route.prefill is None else RequestState.PREFILLING
-        return Branch(self.key, self._sample)
+        return Branch(self.key, self.sample)
 
     def part(self) -> Sequence[Effect]:
         """The trunk's attempt is lost, and this sample has no token of it: it waits for the next one."""
@@ -536,7 +536,7 @@ class RequestTracker:
             rebuild=self._route.rebuild,
             tenant=self._tenant,
             priority=self._priority,
-            sample=self._sample,
+            sample=self.sample,
             branches=self._branches,
         )
 

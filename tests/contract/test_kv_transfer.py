@@ -12,7 +12,7 @@ from kv_transfer.codecs.registry import STANDARD
 from kv_transfer.manifest import TicketRef
 from pdcore.config import BLOCK_SIZES, TransferConfig
 from pdcore.errors import FrameError, TransferError
-from pdcore.types import DTYPE_BYTES, KvEndpoint, RequestKey
+from pdcore.types import DTYPE_BYTES, KvEndpoint, KvGeometry, RequestKey
 from tests.contract.harness import Pair, Sending, wait_until
 from tests.support.kv_store import small_geometry
 
@@ -242,3 +242,12 @@ def test_ticket_generations_are_never_reused() -> None:
             assert pair.host.ends(key) == 1
         assert len(refs) == 5
         assert len({ref.ticket_id for ref in refs}) == 1
+
+
+def test_a_receiver_with_less_credit_gets_smaller_frames(transport: str) -> None:
+    geometry = KvGeometry("d" * 16, 16, 8, 64, "float32", 16, 64)  # 4 KiB per token and layer
+    small = config_of(transport, codec="raw", message_bytes=65536, credit_bytes=262144, frame_bytes=512 * 1024)
+    large = TransferConfig(transport=transport, codec="raw")
+    with Pair(geometry, geometry, large, receiver_config=small) as pair:
+        assert pair.transfer(RequestKey("r", 0), 300).error is None
+        pair.assert_equal(300)

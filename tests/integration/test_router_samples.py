@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from pdcore.config import QueueConfig
 from pdcore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from pdcore.types import RequestKey, Role
 from protos import worker_pb2
+from router.active import ActiveRequest
 from router.client import Completion, Sampling
+from router.worker_client import WorkerClient
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import NullWorker, token_of
 from tests.support.tiny_model import tiny_llama
@@ -231,6 +234,76 @@ async def test_the_end_of_the_call_frees_everything(model: Path, who: str, point
                     await call
         await settled(cluster)
         assert not await cluster.client.cancel("r")
+
+
+async def test_samples_that_end_before_the_rest_is_there_are_not_counted(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        hold = cluster["d0"].hook = Hold("reserve")
+        call = asyncio.ensure_future(cluster.client.samples([1, 2], Sampling(max_tokens=8, n=N), request_id="r"))
+        await hold.reached.wait()
+        for name in SAMPLES[:2]:
+            assert await cluster.client.cancel(name)
+            assert (cluster.dispatcher.queued, cluster.dispatcher.running) == (0, 1)
+        await cluster.client.cancel("r")
+        await call
+        await settled(cluster)
+
+
+async def test_a_revoked_ticket_is_no_replay(model: Path) -> None:
+    """Revoked for want of room after the first tokens: nobody's fault, for one sample or several."""
+    async with NullCluster(model, pair(), max_replays=0) as cluster:
+        worker, revoked = cluster["d0"], False
+
+        async def revoke(point: str, key: RequestKey, index: int) -> None:
+            nonlocal revoked
+            if point == "commit" and not revoked:
+                revoked = True
+                await until(lambda: all(len(a.tracker.delivered) == 1 for a in samples()), "first tokens")
+                failed = worker_pb2.RequestFailed(code=worker_pb2.FAILURE_CODE_OVERLOADED, message="revoked")
+                worker._notice(worker.held[key], failed=failed)
+                worker._release(worker.held[key])
+
+        def samples() -> list[ActiveRequest]:
+            return [cluster.dispatcher._active[name] for name in SAMPLES]
+
+        worker.hook = revoke
+        answers = await ask(cluster)
+        assert [answer.end.timeline.replays for answer in answers] == [0] * N
+
+
+async def test_the_policy_static_waits_for_the_samples(model: Path) -> None:
+    workers = [NullWorker("a0", Role.AGGREGATED, step_s=0.002)]
+    async with NullCluster(model, workers, queue=QueueConfig(policy="static")) as cluster:
+        params = Sampling(max_tokens=60, n=N)
+        first = asyncio.ensure_future(cluster.client.samples([1, 2], params, request_id="r"))
+        await until(lambda: "r" not in cluster.dispatcher._active and bool(cluster.dispatcher._groups), "the samples")
+        await cluster.client.complete([3, 4], Sampling(max_tokens=2), request_id="s")
+        assert not cluster.dispatcher._groups, "the second one began beside the first one's samples"
+        await first
+        await settled(cluster)
+
+
+async def test_news_of_the_prefill_may_come_after_the_commit(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        dispatcher, held = cluster.dispatcher, []
+        on_report = dispatcher.on_report
+
+        def late(client: WorkerClient, report: worker_pb2.Report) -> None:
+            if client.worker_id == "p0" and held is not None and (report.tokens or report.notices):
+                kept = worker_pb2.Report()
+                kept.CopyFrom(report)
+                held.append((client, kept))
+                return
+            on_report(client, report)
+            if any(notice.HasField("kv_received") for notice in report.notices):
+                for entry in held:
+                    on_report(*entry)
+                held.clear()
+
+        monkeypatch.setattr(dispatcher, "on_report", late)
+        answers = await ask(cluster)
+        assert {answer.end.timeline.prefill_ms for answer in answers} == {2.0}
+        assert {answer.end.timeline.replays for answer in answers} == {0}
 
 
 @pytest.mark.parametrize("n", [0, 17])

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine, SequenceKind, TokenOut
+from engine.step import StepInput, StepOutput
 from pdcore.errors import InvalidRequest, TicketError
 from pdcore.types import Branch, FinishReason, RequestKey, RequestSpec
 from tests.support.engine_kit import ManualCopier, make_engine, request, run, step, tokens_of
@@ -224,6 +225,24 @@ class TestTickets:
         assert [token.key for token in run(engine)] == [spec.branch_keys[0]]
         at_rest(engine)
 
+    @pytest.mark.parametrize("n", [1, 2, 5])
+    def test_what_came_is_in_the_prefix_cache_from_the_commit_on(self, n: int) -> None:
+        runner = FakeRunner()
+        engine = make_engine(runner)
+        spec = trunk("r", n, 40)
+        reservation = engine.reserve("t", spec)
+        assert reservation is not None
+        source = make_engine(FakeRunner())
+        source.add(spec, SequenceKind.PREFILL)
+        firsts = run(source)
+        table = source.block_table(spec.key)
+        assert table is not None
+        runner.cache.scatter(0, reservation.blocks, 0, source._runner.cache.gather(0, 2, table, 0, 40))
+        engine.commit_ticket("t", spec, *(token.token_id for token in firsts))
+        engine.check_integrity()
+        assert engine.load().cached_blocks == 2
+        check(runner, spec, run(engine))
+
     def test_misuse_is_refused_and_changes_nothing(self) -> None:
         engine = make_engine(FakeRunner())
         spec = trunk("r", 3, 20)
@@ -282,6 +301,25 @@ def test_log_probabilities_of_the_prompt_come_once() -> None:
     for sample in spec.samples:
         mine = [token for token in tokens if token.key == sample.key]
         assert [token.logprobs.values[0] for token in mine if token.logprobs] == [-t.token_id for t in mine]
+
+
+class Nonsense(FakeRunner):
+    def run(self, step: StepInput) -> StepOutput:
+        output = super().run(step)
+        output.token_ids[:] = -2
+        return output
+
+
+@pytest.mark.parametrize("kind", list(SequenceKind))
+def test_of_a_model_that_makes_nonsense_nothing_stays_in_the_cache(kind: SequenceKind) -> None:
+    engine = make_engine(Nonsense(), budget=16, chunk=16)
+    spec = trunk("r", 3, 40)
+    engine.add(spec, kind)
+    rejected = [entry for _ in range(3) if (result := step(engine)) is not None for entry in result.rejected]
+    assert [key for key, _ in rejected] == list(spec.branch_keys)
+    engine.release_send(spec.key)
+    assert engine.load().cached_blocks == 0
+    at_rest(engine)
 
 
 @settings(max_examples=60, deadline=None)
