@@ -15,6 +15,7 @@ from kv_transfer.manifest import TicketRef
 from kv_transfer.negotiation import LeftOut
 from kv_transfer.session import FrameTask, SendFailure, SendSession
 from kv_transfer.transport import PushLink, SendOutcome
+from pdcore.costs import ASKED_FOR
 from pdcore.types import RequestKey
 
 
@@ -81,6 +82,7 @@ class Send:
         chunk: tokens that the running step computes, and clock reading when it began; None between steps.
         finished_at: clock reading when its prefill was over; None before.
         forecast: what was made of the whole of it before its first frame: what comes of it shows how good that was.
+        began_with: plain name of the codec of its first frame. asked_by: who asked for `asked`, for people.
         reconnected: it has been moved to a new stream.
     """
 
@@ -88,13 +90,24 @@ class Send:
     session: SendSession
     limits: FrameLimits
     asked: str
+    asked_by: str
     block_ids: tuple[int, ...]
     peer: Peer
     chosen: Chosen | None = None
     chunk: tuple[int, float] | None = None
     finished_at: float | None = None
     forecast: Forecast | None = None
+    began_with: str = ""
     reconnected: bool = False
+
+    @property
+    def codec_reason(self) -> str:
+        """Why its codec was chosen, for people."""
+        assert self.chosen is not None, "it has sent nothing"
+        reason = self.chosen.reason
+        if reason == ASKED_FOR:
+            return f"{reason} by {self.asked_by}"
+        return reason if self.began_with == self.chosen.codec.name else f"began with {self.began_with}; {reason}"
 
     @property
     def key(self) -> RequestKey:

@@ -84,6 +84,7 @@ class SendMaker:
             session=SendSession(self._plan(limits)),
             limits=limits,
             asked=codec or self._config.codec,
+            asked_by="the request or its class" if codec else "the configuration",
             block_ids=block_ids,
             peer=Peer(endpoint.address, endpoint.worker_incarnation, now, now),
         )

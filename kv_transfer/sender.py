@@ -329,7 +329,10 @@ class KvSender:
             )
             # The plan fits our own credit; the receiver's may be smaller, and two frames should fit in it.
             planner.fit(chosen.frame_bytes, send.peer.window // 2 - _FRAME_OVERHEAD)
-            send.forecast = None if send.session.started else chosen.forecast
+            if send.session.started:
+                send.forecast = None
+            else:
+                send.forecast, send.began_with = chosen.forecast, chosen.codec.name
         return chosen
 
     def _unacked(self, more: int) -> None:
@@ -401,8 +404,7 @@ class KvSender:
                 self._faults.hit("prefill.before_manifest")
                 link = send.peer.link
                 if link is not None:
-                    assert send.chosen is not None, "every frame is sent"
-                    manifest = replace(manifest, codec_reason=send.chosen.reason[:MAX_REASON_CHARS])
+                    manifest = replace(manifest, codec_reason=send.codec_reason[:MAX_REASON_CHARS])
                     link.post_manifest(manifest, lambda: self._faults.hit("prefill.after_manifest"))
             case SendAbort(reason):
                 link = send.peer.link

@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 AUTO = "auto"
 """Name of the choice that `choose_codec` makes, wherever a codec's name is expected."""
 RAW = "raw"
+ASKED_FOR = "asked for"
+"""Reason of a `CodecChoice` that was none."""
 
 BETTER_THAN_ZSTD = ("bexp-zstd", "bexp3")
 """Where one of these can be used, plain zstd is worse in ratio and speed, and never chosen by itself."""
@@ -160,7 +162,7 @@ def choose_codec(transfer: TransferSnapshot) -> CodecChoice:
         for codec in transfer.codecs
     }
     if transfer.asked in predictions:
-        return CodecChoice(transfer.asked, "asked for", predictions[transfer.asked].exposed_s)
+        return CodecChoice(transfer.asked, ASKED_FOR, predictions[transfer.asked].exposed_s)
     prefix = "" if transfer.asked == AUTO else f"{transfer.asked} was asked for and cannot be used here; "
     names = {codec.name for codec in transfer.codecs if codec.lossless}
     if not names.isdisjoint(BETTER_THAN_ZSTD):

@@ -74,7 +74,7 @@ def test_codecs_and_dtypes(transport: str, codec: str, dtype: str) -> None:
             pair.assert_equal(tokens)
         _, _, stats = pair.host.commits[-1]
         if dtype in STANDARD[codec].dtypes:
-            assert (stats.codec, stats.codec_reason) == (codec, "asked for")
+            assert (stats.codec, stats.codec_reason) == (codec, "asked for by the configuration")
         else:
             assert stats.codec_reason.startswith(f"{codec} was asked for and cannot be used here; ")
         assert stats.lossless

@@ -13,7 +13,7 @@ from engine.engine import Engine, SequenceKind, TokenOut
 from pdcore.errors import InvalidRequest, TicketError
 from pdcore.structured import StructuredOutput
 from pdcore.types import FinishReason, RequestSpec, SamplingParams
-from tests.support.engine_kit import make_engine, prefill_and_transfer, request, run, step, tokens_of
+from tests.support.engine_kit import ManualCopier, make_engine, prefill_and_transfer, request, run, step, tokens_of
 from tests.support.fake_runner import FakeRunner, oracle
 from tests.support.structures import END, EXAMPLES, bpe_tokenizer, choice, guards_of, regex
 
@@ -40,10 +40,10 @@ def asked(
     return request(name, prompt, max_tokens, structured=output, vocab_size=VOCAB, **(fields | options))  # type: ignore[arg-type]
 
 
-def generate(engine: Engine, *specs: RequestSpec) -> list[TokenOut]:
+def generate(engine: Engine, *specs: RequestSpec, copier: ManualCopier | None = None) -> list[TokenOut]:
     for spec in specs:
         engine.add(spec, GENERATE)
-    return run(engine)
+    return run(engine, copier=copier)
 
 
 def outcome(tokens: Sequence[TokenOut], spec: RequestSpec) -> tuple[str, FinishReason | None]:
@@ -180,16 +180,18 @@ class TestAcrossWorkers:
         outputs = [example.output for example in EXAMPLES.values()] * 2
         specs = [asked(f"r{i}", output, 10 + i, 50) for i, output in enumerate(outputs)]
         roomy = generate(make_engine(fake_runner(num_blocks=400), max_num_seqs=16, guards=GUARDS), *specs)
+        copier = ManualCopier()  # a thread's copy may be under way while nothing else can run
         engine = make_engine(
             fake_runner(num_blocks=14, block_size=8),
             max_num_seqs=16,
             guards=GUARDS,
             preemption=preemption,
             swap_blocks=40 if preemption == "swap" else 0,
+            copier=copier,
         )
-        tight = generate(engine, *specs)
+        tight = generate(engine, *specs, copier=copier)
         assert engine.load().preemptions > 0
-        engine._swap.close(10.0)  # and not the guards, which are everybody's
+        assert bool(copier.done) == (preemption == "swap")
         for spec in specs:
             assert tokens_of(tight, spec) == tokens_of(roomy, spec)
 
