@@ -631,6 +631,7 @@ class Dispatcher:
         return RouteRequest(
             prompt_tokens=tracker.prompt_tokens,
             total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
+            samples=max(1, sum(sample.waits for sample in active.branches)),
             resumes=bool(tracker.delivered),
             interactive=active.entry.priority is PriorityClass.INTERACTIVE,
             rebuild=active.rebuild,

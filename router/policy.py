@@ -97,6 +97,7 @@ class RouteRequest:
     Attributes:
         prompt_tokens: tokens to compute before a new one is sampled, delivered ones included.
         total_tokens: prompt and output together, at most; a worker that decodes must be able to hold them.
+        samples: that go on from the prompt; a ticket has a block for each of them beside the prompt's.
         resumes: tokens were delivered already; the request is replayed locally from prompt + delivered.
         interactive: batch requests give way to it on a worker that runs it as a whole.
         rebuild: a KV transfer failed, and the decode side is to compute the prompt itself.
@@ -106,6 +107,7 @@ class RouteRequest:
 
     prompt_tokens: int
     total_tokens: int
+    samples: int = 1
     resumes: bool = False
     interactive: bool = False
     rebuild: bool = False
@@ -158,7 +160,11 @@ def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | 
         return _local(request, aggregated + decode, "kv_reservation_too_large")
     if prefill and decode:
         first = _least_prefill(request, prefill)
-        second = _least_decode(request, decode)
+        # Samples of a request that runs as a whole wait for blocks one by one; a ticket has them all or none.
+        takers = [w for w in decode if _ticket_blocks(request, w) <= w.load.total_blocks]
+        if not takers:
+            return _local(request, aggregated + decode, "kv_reservation_too_large")
+        second = _least_decode(request, takers)
         if first is not None and second is not None:
             return Route(Mode.DISAGGREGATED, second.worker_id, first.worker_id, "prefill_pool_serves")
         # Both pools serve but one is full: an aggregated worker, if there is one, takes what they cannot.
@@ -177,7 +183,12 @@ def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | 
 def _local(request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str) -> Route | NoRoute:
     if not workers:
         return NoRoute(busy=False, reason="no decode or aggregated worker that holds the whole request")
-    ready = [w for w in workers if _can_prefill(request, w) and _has_room(request, w, gives_way=request.interactive)]
+    ready = [
+        w
+        for w in workers
+        if _can_prefill(request, w)
+        and _has_room(w, w.blocks_for(request.prompt_tokens + 1), gives_way=request.interactive)
+    ]
     if not ready:
         return NoRoute(busy=True, reason="no room on the workers that run both phases")
     best = min(
@@ -210,7 +221,7 @@ def _least_prefill(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> 
 
 def _least_decode(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
     return min(
-        (worker for worker in workers if _has_room(request, worker)),
+        (worker for worker in workers if _has_room(worker, _ticket_blocks(request, worker))),
         key=lambda w: (w.worker_id in request.avoid, w.requests, -w.free_blocks, w.decisions, w.worker_id),
         default=None,
     )
@@ -227,8 +238,13 @@ def _can_prefill(request: RouteRequest, worker: WorkerSnapshot) -> bool:
     return queued + request.prompt_tokens - longest <= worker.max_queued_prefill_tokens
 
 
-def _has_room(request: RouteRequest, worker: WorkerSnapshot, gives_way: bool = False) -> bool:
-    """Room for the prompt and the first token. An idle worker is asked in any case: it knows best whether it fits.
+def _ticket_blocks(request: RouteRequest, worker: WorkerSnapshot) -> int:
+    """What a ticket for the request takes: the prompt, and a block for the first token of each sample."""
+    return worker.blocks_for(request.prompt_tokens + 1) + request.samples - 1
+
+
+def _has_room(worker: WorkerSnapshot, blocks: int, gives_way: bool = False) -> bool:
+    """Room for so many blocks. An idle worker is asked in any case: it knows best whether it fits.
 
     `gives_way`: what batch requests there would give up for it counts as free.
     """
@@ -238,4 +254,4 @@ def _has_room(request: RouteRequest, worker: WorkerSnapshot, gives_way: bool = F
         free_blocks += worker.load.yielding_blocks
     if requests >= worker.max_requests:
         return False
-    return worker.requests == 0 or free_blocks >= worker.blocks_for(request.prompt_tokens + 1)
+    return worker.requests == 0 or free_blocks >= blocks

@@ -218,3 +218,15 @@ def test_a_route_always_fits(drawn: list[tuple[Role, int, int, int]], tokens: in
     if chosen.prefill is not None:
         assert starter.role is Role.PREFILL
         assert not resumes
+
+
+def test_samples_whose_ticket_no_pool_holds_run_as_a_whole() -> None:
+    tiny = worker("d0", Role.DECODE, replace(FREE, free_blocks=3, total_blocks=10, running=2))
+    # 7 blocks for 96 tokens and the first new one, and one for each of the other samples.
+    fits, never = asks(96, 120, samples=4), asks(96, 120, samples=5)
+    assert no_route(fits, p(), tiny).busy
+    assert route(fits, p(), replace(tiny, load=replace(tiny.load, free_blocks=10))).mode is Mode.DISAGGREGATED
+    assert no_route(never, p(), tiny).busy, "it waits for room there, and not for a ticket"
+    chosen = route(never, p(), replace(tiny, load=replace(tiny.load, free_blocks=7)))
+    assert (chosen.mode, chosen.decode, chosen.reason) == (Mode.LOCAL, "d0", "kv_reservation_too_large")
+    assert route(never, p(), tiny, d("d1")).decode == "d1"
