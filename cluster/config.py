@@ -182,7 +182,8 @@ class TransferSection(Section):
     frame_tokens: int = Field(default=256, ge=1, le=256, description="tokens per frame at most")
     frame_bytes: ByteCount = Field(
         default=ByteSize(512 << 10),
-        description="raw bytes of a frame, about, at most; a slow link gets smaller ones",
+        description="raw bytes of a frame, about, at most; a slow link gets smaller ones, none more than half of "
+        "credit_bytes",
     )
     credit_bytes: ByteCount = Field(
         default=ByteSize(8 << 20), description="unacknowledged bytes per connection; bounds the receiver's memory"

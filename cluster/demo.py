@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Protocol
 
 import grpc
@@ -97,10 +95,9 @@ def check_disaggregated(answers: Sequence[Answer]) -> None:
             )
 
 
-def write_json(path: Path, answers: Sequence[Answer]) -> None:
-    """Write the finished requests as data; makes the folder if need be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"requests": [answer.to_dict() for answer in answers]}, indent=2) + "\n")
+def to_dict(answers: Sequence[Answer]) -> dict[str, object]:
+    """The finished requests as plain data."""
+    return {"requests": [answer.to_dict() for answer in answers]}
 
 
 async def _run(stub: generation_pb2_grpc.GenerationStub, request: DemoRequest, view: DemoView) -> Answer:

@@ -79,6 +79,7 @@ class WorkerActor:
         """Wait until the worker serves and is registered.
 
         Raises:
+            ConfigError: it cannot start with this configuration.
             PdserveError: it cannot start; says why.
             TimeoutError: it has not within `timeout_s`.
         """
@@ -87,6 +88,9 @@ class WorkerActor:
             async with asyncio.timeout(timeout_s):
                 return await self._info()
         except RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ConfigError):
+                raise cause from None
             raise PdserveError(f"{self.worker_id} cannot start: {_cause(error)}") from error
 
     async def _info(self) -> HostedInfo:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rich.markup import escape
 from rich.table import Table
 
 from pdcore.logprobs import Logprobs
-from protos import generation_pb2
+from protos import generation_pb2, kv_pb2
 from protos.convert import logprobs_from_proto
 
+_COLUMNS = 3  # of a table: so many fit 80 columns
 _REASONS = {
     generation_pb2.FINISH_REASON_UNSPECIFIED: "error",
     generation_pb2.FINISH_REASON_STOP: "stop",
@@ -27,9 +28,15 @@ def finish_reason(end: generation_pb2.End) -> str:
 
 @dataclass
 class Answer:
-    """One request's answer as it comes in, event by event. `end` is set once it is complete."""
+    """One request's answer as it comes in, event by event.
+
+    Attributes:
+        name: for people. sample: which of several samples of one request it is, None if it is the only one.
+        end: None until the answer is complete.
+    """
 
     name: str
+    sample: int | None = None
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     end: generation_pb2.End | None = None
@@ -48,9 +55,12 @@ class Answer:
             self.end = event.end
 
     def to_dict(self) -> dict[str, object]:
-        """The finished request as plain data. Milliseconds; bytes as the receiver counted them."""
+        """The finished request as plain data. Milliseconds; bytes as the receiver counted them.
+
+        Samples of one request have one transfer between them: see `samples_to_dict`.
+        """
         assert self.end is not None, self.name
-        timeline, kv = self.end.timeline, self.end.timeline.kv
+        timeline = self.end.timeline
         return {
             "prompt_tokens": self.end.usage.prompt_tokens,
             "completion_tokens": self.end.usage.completion_tokens,
@@ -60,20 +70,35 @@ class Answer:
             "finish_reason": finish_reason(self.end),
             "prefill_worker": timeline.prefill_worker,
             "decode_worker": timeline.decode_worker,
-            "kv": {
-                "blocks": kv.blocks,
-                "raw_bytes": kv.raw_bytes,
-                "wire_bytes": kv.wire_bytes,
-                "codec": kv.codec,
-                "transport": kv.transport,
-                "seconds": round(kv.seconds, 6),
-                "codec_reason": kv.codec_reason,
-            },
+            **({"kv": _kv_to_dict(timeline.kv)} if self.sample is None else {"sample": self.sample}),
         }
 
 
-def timeline_table(answers: Sequence[Answer]) -> Table:
+def samples_to_dict(answers: Sequence[Answer], extra: Callable[[Answer], dict[str, object]]) -> dict[str, object]:
+    """A finished request of several samples as plain data, with what `extra` knows of each."""
+    assert answers[0].end is not None, answers[0].name
+    samples = [{**answer.to_dict(), **extra(answer)} for answer in answers]
+    return {"kv": _kv_to_dict(answers[0].end.timeline.kv), "samples": samples}
+
+
+def _kv_to_dict(kv: kv_pb2.TransferStats) -> dict[str, object]:
+    return {
+        "blocks": kv.blocks,
+        "raw_bytes": kv.raw_bytes,
+        "wire_bytes": kv.wire_bytes,
+        "codec": kv.codec,
+        "transport": kv.transport,
+        "seconds": round(kv.seconds, 6),
+        "codec_reason": kv.codec_reason,
+    }
+
+
+def timeline_tables(answers: Sequence[Answer]) -> list[Table]:
     """One column per finished request, one row per stage of its life; below it, why KV was packed as it was."""
+    return [_table(answers[at : at + _COLUMNS]) for at in range(0, len(answers), _COLUMNS)]
+
+
+def _table(answers: Sequence[Answer]) -> Table:
     table = Table(title="Timeline", title_justify="left", caption=_codec_reasons(answers), caption_justify="left")
     table.add_column("", style="bold", no_wrap=True)
     rows = [[label] for label in _LABELS]
@@ -91,7 +116,7 @@ def _codec_reasons(answers: Sequence[Answer]) -> str | None:
     for answer in answers:
         assert answer.end is not None, answer.name
         kv = answer.end.timeline.kv
-        if kv.codec_reason:
+        if kv.codec_reason and not answer.sample:
             lines.append(escape(f"{answer.name}: KV by {kv.codec}: {kv.codec_reason}"))
     return "\n".join(lines) or None
 
@@ -108,7 +133,8 @@ _LABELS = (
     "KV raw",
     "KV on the wire",
     "KV ratio",
-    "KV codec, transport",
+    "KV codec",
+    "KV transport",
     "KV sent during prefill",
     "first to second token",
     "per token",
@@ -126,15 +152,18 @@ def _cells(answer: Answer) -> list[str]:
     prefill = ["-"] * 2
     if timeline.mode != "local":
         prefill = [_ms(timeline.prefill_queued_ms), _ms(timeline.prefill_ms)]
-    kv = ["-"] * 6
-    if timeline.HasField("kv"):
+    kv = ["-"] * 7
+    if timeline.HasField("kv") and answer.sample:
+        kv = ["as sample 0", *['"'] * 5]
+    elif timeline.HasField("kv"):
         stats = timeline.kv
         kv = [
             str(stats.blocks),
             _bytes(stats.raw_bytes),
             _bytes(stats.wire_bytes),
             f"{stats.raw_bytes / stats.wire_bytes:.2f}" if stats.wire_bytes else "-",
-            f"{stats.codec}, {stats.transport}",
+            stats.codec,
+            stats.transport,
             _ms(stats.seconds * 1000),
         ]
     return [

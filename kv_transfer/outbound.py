@@ -161,6 +161,14 @@ class LaneCounters:
 
 
 @dataclass(slots=True)
+class CodecCounters:
+    """What a sender has packed with one codec since it started: `raw_bytes` into `wire_bytes`."""
+
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+
+
+@dataclass(slots=True)
 class SenderCounters:
     """What a sender has done since it started.
 
@@ -168,7 +176,7 @@ class SenderCounters:
         unacked_bytes: frame bytes sent and not answered yet, over all streams. peak_unacked_bytes: their maximum.
         frames: frames sent. wire_bytes: their bytes. retries: frames sent again.
         failed: requests whose KV did not arrive, for other reasons than an abort.
-        links: streams opened. lanes: more, by transport; the stream itself is ``grpc``.
+        links: streams opened. lanes: more, by transport; the stream itself is ``grpc``. codecs: more, by codec.
     """
 
     unacked_bytes: int = 0
@@ -179,6 +187,7 @@ class SenderCounters:
     failed: int = 0
     links: int = 0
     lanes: dict[str, LaneCounters] = field(default_factory=dict)
+    codecs: dict[str, CodecCounters] = field(default_factory=dict)
 
     def lane(self, transport: str) -> LaneCounters:
         """The counters of one transport."""
@@ -186,4 +195,8 @@ class SenderCounters:
 
     def copy(self) -> SenderCounters:
         """As they are now."""
-        return replace(self, lanes={name: replace(lane) for name, lane in self.lanes.items()})
+        return replace(
+            self,
+            lanes={name: replace(lane) for name, lane in self.lanes.items()},
+            codecs={name: replace(codec) for name, codec in self.codecs.items()},
+        )

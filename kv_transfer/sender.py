@@ -26,7 +26,7 @@ from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.lanes import LoadedFrame
 from kv_transfer.manifest import MAX_REASON_CHARS
 from kv_transfer.negotiation import GRPC
-from kv_transfer.outbound import Delivery, FrameTurn, Send, SenderCounters, next_attempt
+from kv_transfer.outbound import CodecCounters, Delivery, FrameTurn, Send, SenderCounters, next_attempt
 from kv_transfer.packing import PackedFrame, pack_frame
 from kv_transfer.peers import PeerTable
 from kv_transfer.planning import Computing
@@ -389,6 +389,9 @@ class KvSender:
             self._counters.frames += 1
             self._counters.wire_bytes += size
             self._counters.retries += task.attempt > 0
+            packed_with = self._counters.codecs.setdefault(codec, CodecCounters())
+            packed_with.raw_bytes += raw_bytes
+            packed_with.wire_bytes += size
             self._event(send, FrameSent(task.frame_index, packed.checksums, size))
 
     def _travelling(self, values: torch.Tensor, send: Send) -> torch.Tensor:

@@ -61,7 +61,7 @@ def bind_address(interface: str) -> str:
     try:
         return socket.gethostbyname(interface)
     except OSError as error:
-        raise ConfigError("transfer.interface", interface, f"an interface or an address ({error})") from None
+        raise ConfigError("transfer.interface", interface, f"an interface or an address ({error.strerror})") from None
 
 
 def _interface_address(name: str) -> str:
@@ -70,7 +70,8 @@ def _interface_address(name: str) -> str:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError as error:
-            raise ConfigError("transfer.interface", name, f"an interface with an IPv4 address ({error})") from None
+            allowed = f"an interface with an IPv4 address ({error.strerror})"
+            raise ConfigError("transfer.interface", name, allowed) from None
     return socket.inet_ntoa(answer[20:24])
 
 

@@ -29,7 +29,17 @@ from collections.abc import Sequence
 
 
 class PdserveError(Exception):
-    """Base of every deliberate error."""
+    """Base of every deliberate error. All of them can be pickled, as between a Ray actor and its owner."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # By default an exception is made anew from its message, which is not what `__init__` of most of these takes.
+        return _remade, (type(self), str(self), self.__dict__)
+
+
+def _remade(kind: type[PdserveError], message: str, attributes: dict[str, object]) -> PdserveError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(attributes)
+    return error
 
 
 class RequestError(PdserveError):

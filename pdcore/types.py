@@ -283,7 +283,8 @@ class WorkerLoad:
         transfers: what became of KV transfers, by event. What went wrong: ``frames_retried``, ``lanes_failed``,
             ``frames_moved`` to another transport, ``sends_failed``, ``frames_rejected``, ``tickets_failed``. A
             prefill worker adds what each transport did: ``grpc_frames``, ``grpc_bytes``, and ``shm_opened`` and
-            ``shm_downgrades`` for those that are opened beside the stream.
+            ``shm_downgrades`` for those that are opened beside the stream; and each codec: ``codec_bexp3_raw_bytes``
+            and what they became, ``codec_bexp3_wire_bytes``.
         step_ms: mean duration of the recent steps.
         progress: grows while the engine's loop lives, within a long step too; a worker with work and without
             progress is stuck.

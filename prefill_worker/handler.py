@@ -214,6 +214,8 @@ class PrefillHandler:
                 f"{transport}_opened": lane.opened,
                 f"{transport}_downgrades": lane.downgrades,
             }
+        for codec, packed in counters.codecs.items():
+            events |= {f"codec_{codec}_raw_bytes": packed.raw_bytes, f"codec_{codec}_wire_bytes": packed.wire_bytes}
         return TransferLoad(0, self._sender.open_sends, events)
 
     def end_streams(self) -> None:

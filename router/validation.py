@@ -191,7 +191,12 @@ def _request_id(asked: str, in_flight: Collection[str]) -> str:
 def _check_kv_codec(asked: str, limits: Limits) -> None:
     allowed = [name for name in CODEC_CHOICES if name == AUTO or name in limits.kv_codecs]
     if asked and asked not in allowed:
-        raise InvalidRequest("kv_codec", f"must be one of {', '.join(allowed)}, got {asked[:32]!r}")
+        problem = f"must be one of {', '.join(allowed)}, got {asked[:32]!r}"
+        if asked in CODEC_CHOICES:
+            problem += ", which not every worker has here"
+            if asked == "tc4":
+                problem += ": it needs transfer.calibration, a file made by `pdserve calibrate`"
+        raise InvalidRequest("kv_codec", problem)
 
 
 def _check_ranges(sampling: generation_pb2.Sampling) -> None:

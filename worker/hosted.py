@@ -30,14 +30,13 @@ class HostedInfo:
 class HostedWorker:
     """Starts a worker on construction, and ends its process if the worker fails later, so that Ray starts it anew.
 
+    A worker that cannot start is told by `info`: from a constructor Ray would print it as a traceback, and try again.
+
     Args:
         config: the worker's configuration, as made on another machine perhaps.
         model: where `config.engine.model_path` comes from; resolved here if this machine lacks the folder.
         host: address of this machine, in place of the configured one; None keeps that.
         make_worker: the worker's class.
-
-    Raises:
-        PdserveError: the worker cannot start.
     """
 
     def __init__(
@@ -48,17 +47,21 @@ class HostedWorker:
         if not config.engine.threads:
             # Ray sets one OpenMP thread. Torch, not imported yet, takes every core that this process may use instead.
             os.environ.pop("OMP_NUM_THREADS", None)
-        try:
-            self._worker = make_worker(_place(config, model, host))
-            self._worker.start()
-        except PdserveError as error:
-            # Some errors of the tree cannot be pickled (their arguments are not their message); the words can.
-            raise PdserveError(str(error)) from error
         self._ended = threading.Event()
-        threading.Thread(target=self._exit_on_failure, name="failure-watch", daemon=True).start()
+        self._worker: Worker | PdserveError
+        try:
+            worker = make_worker(_place(config, model, host))
+            worker.start()
+        except PdserveError as error:
+            self._worker = error
+        else:
+            self._worker = worker
+            watch = threading.Thread(target=self._exit_on_failure, args=(worker,), name="failure-watch", daemon=True)
+            watch.start()
 
     def info(self) -> HostedInfo:
-        worker = self._worker
+        """Raises `PdserveError` if the worker cannot start."""
+        worker = self._started()
         return HostedInfo(worker.config.worker_id, worker.incarnation, worker.address, os.getpid())
 
     def wait_end(self, timeout_s: float) -> bool:
@@ -67,19 +70,25 @@ class HostedWorker:
 
     def drain(self, timeout_s: float) -> bool:
         """See `WorkerRuntime.drain`."""
-        return self._worker.drain(timeout_s)
+        return self._started().drain(timeout_s)
 
     def stop(self) -> None:
         """End the worker. Idempotent."""
         self._ended.set()
-        self._worker.stop()
+        if not isinstance(self._worker, PdserveError):
+            self._worker.stop()
 
-    def _exit_on_failure(self) -> None:
-        self._worker.failed.wait()
+    def _started(self) -> Worker:
+        if isinstance(self._worker, PdserveError):
+            raise self._worker
+        return self._worker
+
+    def _exit_on_failure(self, worker: Worker) -> None:
+        worker.failed.wait()
         if self._ended.is_set():
             return
-        logger.error("%s ends: %s", self._worker.config.worker_id, self._worker.problem)
-        self._worker.stop()
+        logger.error("%s ends: %s", worker.config.worker_id, worker.problem)
+        worker.stop()
         os._exit(1)  # the actor's own threads are Ray's; only the end of the process tells Ray
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from cluster.cli.client import EXIT_FAILED, EXIT_USAGE, fail
+from cluster.cli.output import check_output, write_json
 from pdcore.errors import ModelError
 from pdcore.types import DTYPE_BYTES
 
@@ -19,6 +19,7 @@ def print_break_even(
     *,
     links_gbit: Sequence[float] | None = None,
     token_counts: Sequence[int] | None = None,
+    codecs: Sequence[str] | None = None,
     prefill_tokens_s: float | None = None,
     json_file: Path | None = None,
 ) -> None:
@@ -27,6 +28,7 @@ def print_break_even(
     Args:
         model: as ``--model`` takes it. dtype: of the KV.
         links_gbit, token_counts: what to look at; None or empty for a choice of our own.
+        codecs: lossless ones, between which and raw the choice is; None or empty for all.
         prefill_tokens_s: see `cluster.break_even.BreakEven`.
         json_file: where to write the table as data.
 
@@ -36,7 +38,7 @@ def print_break_even(
     from cluster.config import kv_shape
     from engine.model_store import resolve_model
     from kv_transfer.codec_speed import quick_costs
-    from kv_transfer.codecs.registry import STANDARD
+    from kv_transfer.codecs.registry import STANDARD, CodecRegistry
     from pdcore.config import TransferConfig
 
     if dtype not in DTYPE_BYTES:
@@ -49,13 +51,20 @@ def print_break_even(
         for number in numbers:
             if not 0 < number < float("inf"):
                 raise fail(f"{flag}: {number:g} is not allowed; allowed: a number > 0", EXIT_USAGE)
+    lossless = [codec.name for codec in STANDARD if codec.lossless]
+    for name in codecs or ():
+        if name not in lossless:
+            allowed = f"{', '.join(lossless)} with --breakeven, which compares lossless ones"
+            raise fail(f"--codecs: {name!r} is not allowed; allowed: {allowed}", EXIT_USAGE)
+    check_output("--json", json_file)
     try:
         geometry = kv_shape(resolve_model(model).path, dtype)
     except ModelError as error:
         raise fail(str(error), EXIT_FAILED) from error
+    compared = CodecRegistry(codec for codec in STANDARD if not codecs or codec.name in ("raw", *codecs))
     report = break_even(
         geometry,
-        quick_costs(STANDARD, geometry),
+        quick_costs(compared, geometry),
         frame_bytes=TransferConfig().frame_bytes,
         links_gbit=links_gbit or DEFAULT_LINKS_GBIT,
         token_counts=token_counts or DEFAULT_TOKENS,
@@ -63,10 +72,4 @@ def print_break_even(
     )
     console = Console()
     show(report, console)
-    if json_file is not None:
-        try:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(to_dict(report), indent=2) + "\n")
-        except OSError as error:
-            raise fail(f"cannot write {json_file}: {error}", EXIT_FAILED) from error
-        console.print(f"written to {json_file}", highlight=False, soft_wrap=True)
+    write_json(json_file, to_dict(report), console)

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli.client import EXIT_FAILED, EXIT_USAGE, fail
+from cluster.cli.output import check_output
 from cluster.cli.progress import reporting
 from pdcore.errors import PdserveError
 
@@ -50,18 +51,20 @@ def calibrate(
     from kv_transfer.codecs.calibration import save_calibration
 
     check_dtype(dtype)
+    check_output("--out", out)
     try:
         given = [path.read_text(encoding="utf-8") for path in texts or ()]
     except (OSError, ValueError) as error:
         raise fail(f"--texts: cannot be read: {error}", EXIT_USAGE) from error
+    path = out
     try:
-        path, calibration = make_calibration(model, dtype, given, Console(stderr=True))
-        path = out or path
+        kept, calibration = make_calibration(model, dtype, given, Console(stderr=True))
+        path = out or kept
         save_calibration(calibration, path)
     except PdserveError as error:
         raise fail(str(error), EXIT_FAILED) from error
     except OSError as error:
-        raise fail(f"cannot write {path}: {error}", EXIT_FAILED) from error
+        raise fail(f"cannot write {path}: {error.strerror}", EXIT_FAILED) from error
     print(path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,9 +15,10 @@ from rich.table import Table
 from cluster.cli.breakeven import print_break_even
 from cluster.cli.calibrate import check_dtype, make_calibration
 from cluster.cli.client import EXIT_FAILED, EXIT_USAGE, fail
+from cluster.cli.output import check_output, write_json
 from cluster.cli.progress import reporting
 from pdcore.config import CODECS
-from pdcore.errors import PdserveError
+from pdcore.errors import ConfigError, PdserveError
 
 if TYPE_CHECKING:
     from cluster.codec_quality.measuring import Quality
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 def codecs(
+    context: typer.Context,
     *,
     model: Annotated[str, typer.Option(help="Short name, model folder, GGUF file or hub id.")] = "smollm2-135m",
     chosen: Annotated[str, typer.Option("--codecs", help="Codecs, separated by commas; default: all.")] = "",
@@ -63,8 +64,23 @@ def codecs(
 
       pdserve codecs --breakeven --link-gbit 1 --link-gbit 10 --prefill-tokens-s 5000
     """
+    names = [name.strip() for name in chosen.split(",")] if chosen else []
+    for name in names:
+        if name not in CODECS:
+            raise fail(f"--codecs: {name!r} is not allowed; allowed: {', '.join(CODECS)}", EXIT_USAGE)
     if breakeven:
-        print_break_even(model, dtype, links_gbit=link_gbit, prefill_tokens_s=prefill_tokens_s, json_file=json_file)
+        for parameter in ("prompts", "tokens", "calibration"):
+            source = context.get_parameter_source(parameter)
+            if source is not None and source.name != "DEFAULT":
+                raise fail(f"--{parameter} has no meaning with --breakeven, which measures no model", EXIT_USAGE)
+        print_break_even(
+            model,
+            dtype,
+            links_gbit=link_gbit,
+            codecs=names,
+            prefill_tokens_s=prefill_tokens_s,
+            json_file=json_file,
+        )
         return
     if link_gbit or prefill_tokens_s is not None:
         raise fail("--link-gbit and --prefill-tokens-s need --breakeven", EXIT_USAGE)
@@ -72,11 +88,8 @@ def codecs(
 
     share_cores()  # before numpy is imported
     check_dtype(dtype)
+    check_output("--json", json_file)
     console = Console()
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
-    for name in names:
-        if name not in CODECS:
-            raise fail(f"--codecs: {name!r} is not allowed; allowed: {', '.join(CODECS)}", EXIT_USAGE)
     unfit = _unfit(names or CODECS, dtype)
     if names and unfit:
         raise fail(f"--codecs: {', '.join(unfit)} cannot pack {dtype}", EXIT_USAGE)
@@ -87,6 +100,8 @@ def codecs(
         results, counted = _measured(
             model, dtype, names, prompts=prompts, tokens=tokens, calibration=calibration, console=console
         )
+    except ConfigError as error:
+        raise fail(str(error), EXIT_USAGE) from error
     except PdserveError as error:
         raise fail(str(error), EXIT_FAILED) from error
     console.print(quality_table(results))
@@ -96,13 +111,7 @@ def codecs(
         "and its 95% interval over prompts. same: share of tokens whose greedy choice stays.",
         highlight=False,
     )
-    if json_file is not None:
-        try:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps([dataclasses.asdict(line) for line in results], indent=2) + "\n")
-        except OSError as error:
-            raise fail(f"cannot write {json_file}: {error}", EXIT_FAILED) from error
-        console.print(f"written to {json_file}", highlight=False, soft_wrap=True)
+    write_json(json_file, [dataclasses.asdict(line) for line in results], console)
 
 
 def _measured(
@@ -127,7 +136,7 @@ def _measured(
     windows = cut_windows(list(evaluation_texts().values()), load_tokenizer(folder), size, prompts)
     if not windows:
         raise ModelError(f"the built-in texts are shorter than {size} tokens; take fewer with --tokens")
-    with reporting(console) as report:
+    with reporting(Console(stderr=True)) as report:
         return measure(folder, dtype, windows, usable, report), len(windows)
 
 
@@ -135,7 +144,7 @@ def _codecs(
     model: str, folder: Path, dtype: str, names: Sequence[str], *, calibration: Path | None, console: Console
 ) -> list[Codec]:
     """These codecs, which can pack `dtype`; tc4 with a calibration that is made here if need be."""
-    from cluster.codec_quality.calibrations import default_calibration_dir, find_calibration
+    from cluster.codec_quality.calibrations import CALIBRATION_FILES, default_calibration_dir, find_calibration
     from cluster.codec_quality.model_runs import model_geometry
     from kv_transfer.codecs.calibration import load_calibration, save_calibration
     from kv_transfer.codecs.registry import STANDARD
@@ -143,16 +152,22 @@ def _codecs(
 
     known: dict[str, Codec] = {codec.name: codec for codec in STANDARD}
     if "tc4" in names:
-        geometry = model_geometry(folder, dtype)
-        found = find_calibration(geometry, default_calibration_dir()) if calibration is None else None
+        geometry, kept = model_geometry(folder, dtype), default_calibration_dir()
+        found = find_calibration(geometry, kept) if calibration is None else None
         if calibration is not None:
-            known["tc4"] = Tc4Codec(load_calibration(calibration, geometry))
+            known["tc4"] = Tc4Codec(load_calibration(calibration, geometry, key="--calibration"))
         elif found is not None:
             console.print(f"tc4 with {found[0]}", highlight=False, soft_wrap=True)
             known["tc4"] = Tc4Codec(found[1])
         else:
-            console.print("tc4 is not calibrated for this model yet; doing that first")
-            path, made = make_calibration(model, dtype, [], console)
+            others = len(list(kept.glob(CALIBRATION_FILES)))
+            known_others = f" ({others} in {kept} are of other models or types)" if others else ""
+            console.print(
+                f"tc4 is not calibrated for this model yet{known_others}; that comes first and takes some minutes",
+                highlight=False,
+                soft_wrap=True,
+            )
+            path, made = make_calibration(model, dtype, [], Console(stderr=True))
             save_calibration(made, path)
             console.print(f"calibration kept in {path}", highlight=False, soft_wrap=True)
             known["tc4"] = Tc4Codec(made)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from cluster.cli.client import EXIT_FAILED, EXIT_INTERRUPTED, fail
+from cluster.cli.output import check_output, write_json
 from cluster.cli.settings import read_settings
 from cluster.config import ClusterConfig
 from cluster.ray_environment import prepare_environment
@@ -53,24 +54,20 @@ def demo(
     settings = read_settings(None, flags)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     console = Console()
+    check_output("--json", json_file)
     try:
         answers = asyncio.run(_demo(settings, console))
     except PdserveError as error:
         raise fail(str(error), EXIT_FAILED) from error
-    from cluster.demo import check_disaggregated, write_json
-    from cluster.timeline import timeline_table
+    from cluster.demo import check_disaggregated, to_dict
+    from cluster.timeline import timeline_tables
 
-    console.print(timeline_table(answers))
+    console.print(*timeline_tables(answers))
     try:
         check_disaggregated(answers)
     except PdserveError as error:
         raise fail(str(error), EXIT_FAILED) from error
-    if json_file is not None:
-        try:
-            write_json(json_file, answers)
-        except OSError as error:
-            raise fail(f"cannot write {json_file}: {error}", EXIT_FAILED) from error
-        console.print(f"written to {json_file}", highlight=False, soft_wrap=True)
+    write_json(json_file, to_dict(answers), console)
     console.print('next: `pdserve serve`, and from another terminal `pdserve generate --chat "..."`', highlight=False)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect, fail, failed_call
 from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
 from cluster.cli.structured import structured_output
-from cluster.timeline import Answer, timeline_table
+from cluster.timeline import Answer, samples_to_dict, timeline_tables
 from protos import generation_pb2, generation_pb2_grpc
 
 
@@ -154,14 +154,17 @@ def generate(
         texts_of = TokenTexts(channel)
         shown = [] if as_json else [table for answer in answers for table in logprob_tables(answer, texts_of)]
     if as_json:
-        found = [
-            {**answer.to_dict(), "token_ids": answer.token_ids, **logprobs_to_dict(answer)} for answer in answers
-        ]
-        print(json.dumps(found[0] if len(found) == 1 else {"samples": found}, indent=2))
+
+        def extra(answer: Answer) -> dict[str, object]:
+            return {"token_ids": answer.token_ids, **logprobs_to_dict(answer)}
+
+        one = len(answers) == 1
+        found = {**answers[0].to_dict(), **extra(answers[0])} if one else samples_to_dict(answers, extra)
+        print(json.dumps(found, indent=2))
     for table in shown:
         Console(stderr=True).print(table)
-    if timeline:
-        Console(stderr=True).print(timeline_table(answers))
+    for table in timeline_tables(answers) if timeline else ():
+        Console(stderr=True).print(table)
 
 
 def _is_text(text: str) -> bool:
@@ -235,7 +238,7 @@ def _stream(
     echo: bool,
 ) -> list[Answer]:
     """The answers to a request, one a sample: a single one is written as it comes, several as they are done."""
-    answers = [Answer("request" if samples == 1 else f"sample {sample}") for sample in range(samples)]
+    answers = [Answer("request")] if samples == 1 else [Answer(f"sample {i}", i) for i in range(samples)]
     call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout)
     try:
         for event in call:

@@ -59,10 +59,11 @@ def _entries(logprobs: Logprobs) -> list[dict[str, object]]:
 def logprob_tables(answer: Answer, text_of: TokenTexts) -> list[Table]:
     """A table each for the prompt and the output, as far as they were asked for: one row per token."""
     tables = []
+    whose = f" of {answer.name}" if answer.sample is not None else ""
     if answer.prompt_logprobs:
         tables.append(_table("Prompt log-probabilities", joined(answer.prompt_logprobs), None, text_of))
     if answer.logprobs:
-        tables.append(_table("Log-probabilities", joined(answer.logprobs), answer.token_ids, text_of))
+        tables.append(_table(f"Log-probabilities{whose}", joined(answer.logprobs), answer.token_ids, text_of))
     return tables
 
 

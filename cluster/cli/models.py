@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from engine.model_store import ModelEntry
 
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False) -> None:
@@ -33,9 +37,16 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         table.add_column(name, overflow="fold", justify="right" if name == "size" else "left")
     for entry in entries:
         size = f"{entry.size_bytes / 1e6:,.0f} MB" if entry.size_bytes else "-"
-        table.add_row(entry.name, entry.state, size, entry.source)
+        # What is whole below, to be copied, is short here.
+        source = Path(entry.source).name if Path(entry.source).is_absolute() else entry.source
+        table.add_row(_short_name(entry), entry.state, size, source)
     console = Console()
     console.print(table)
     for entry in entries:
         if entry.path:
-            console.print(f"{entry.name}: {entry.path}", soft_wrap=True, highlight=False)  # whole, to be copied
+            console.print(f"{_short_name(entry)}: {entry.path}", soft_wrap=True, highlight=False)
+
+
+def _short_name(entry: ModelEntry) -> str:
+    """That of a model which is known by its folder is the folder's."""
+    return entry.path.name if entry.path is not None and entry.name == str(entry.path) else entry.name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -160,14 +160,50 @@ def _notes(workers: Sequence[admin_pb2.WorkerStatus]) -> Iterator[str]:
         for item in workers
         if item.worker.native_code.startswith("off")
     ]
+    sent = [(item.worker.worker_id, line) for item in workers for line in _sent(item.load.transfer_events)]
     offers = {", ".join(item.worker.transports) for item in workers if item.worker.transports}
-    if problems or slow or offers:
+    if problems or slow or sent or offers:
         yield ""
-    for worker_id, problem in problems + slow:
-        yield f"{worker_id}: {problem}"
+    for worker_id, note in problems + slow + sent:
+        yield f"{worker_id}: {note}"
     if len(offers) == 1:
         yield f"KV transports: {offers.pop()}"
         return
     for item in workers:
         if item.worker.transports:
             yield f"{item.worker.worker_id}: KV transports: {', '.join(item.worker.transports)}"
+
+
+_TROUBLE = {
+    "frames_retried": "frames sent again",
+    "frames_rejected": "damaged frames",
+    "lanes_failed": "transports that broke or did not open",
+    "sends_failed": "sends given up",
+    "tickets_failed": "transfers that did not arrive",
+}
+
+
+def _sent(events: Mapping[str, int]) -> Iterator[str]:
+    """What a worker's transfers came to since it started: by which way, packed by what, and what went wrong."""
+    ways = {name.removesuffix("_frames"): count for name, count in events.items() if name.endswith("_frames")}
+    sent = [
+        f"{_megabytes(events[f'{transport}_bytes'])} by {transport}"
+        for transport, frames in sorted(ways.items())
+        if frames
+    ]
+    if sent:
+        yield f"KV sent: {', '.join(sent)}"
+    packed = []
+    for name, wire in sorted(events.items()):
+        codec = name.removeprefix("codec_").removesuffix("_wire_bytes")
+        if name == f"codec_{codec}_wire_bytes" and wire:
+            packed.append(f"{codec} {_megabytes(wire)} of {_megabytes(events[f'codec_{codec}_raw_bytes'])}")
+    if packed:
+        yield f"KV packed: {', '.join(packed)}"
+    trouble = [f"{events[name]} {words}" for name, words in _TROUBLE.items() if events.get(name)]
+    if trouble:
+        yield f"KV trouble: {', '.join(trouble)}"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"

@@ -141,31 +141,33 @@ def save_calibration(calibration: Calibration, path: Path) -> None:
         raise
 
 
-def load_calibration(path: Path, geometry: KvGeometry) -> Calibration:
-    """Read a file and check that it is whole and belongs to a model with this cache.
+def load_calibration(path: Path, geometry: KvGeometry, *, key: str = _KEY) -> Calibration:
+    """Read a file and check that it is whole and belongs to a model with this cache; `key`: who names the file.
 
     Raises:
         ConfigError: it cannot be read, is damaged, or belongs to another model; says which.
     """
+
+    def unusable(problem: str) -> ConfigError:
+        return ConfigError(key, str(path), f"a file made by `pdserve calibrate` for this model ({problem})")
+
+    if not path.is_file():
+        raise unusable("it is a folder" if path.is_dir() else "there is no such file")
     try:
         with safe_open(path, framework="numpy") as file:
             described = file.metadata() or {}
             if described.get("format") != _FORMAT:
-                raise _unusable(path, f"its format is {described.get('format')!r}, not {_FORMAT!r}")
+                raise unusable(f"its format is {described.get('format')!r}, not {_FORMAT!r}")
             calibration = Calibration(
                 described["model_digest"],
                 int(described["head_dim"]),
                 **{name: file.get_tensor(name) for name in _DTYPES},
             )
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        raise _unusable(path, f"it cannot be read: {error}") from error
+        raise unusable(f"it is damaged, or no such file at all: {error}") from error
     problem = calibration.problem() or calibration.misfit(geometry)
     if problem is None and calibration.digest().hex() != described.get("digest"):
         problem = "its contents do not have the digest that it states"
     if problem is not None:
-        raise _unusable(path, problem)
+        raise unusable(problem)
     return calibration
-
-
-def _unusable(path: Path, problem: str) -> ConfigError:
-    return ConfigError(_KEY, str(path), f"a file made by `pdserve calibrate` for this model ({problem})")

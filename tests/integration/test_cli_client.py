@@ -248,6 +248,37 @@ SCORED = [
 ]
 
 
+def two_samples() -> list[Event]:
+    logprobs = [
+        worker_pb2.Logprobs(start=0, top=1, values=[-0.5], top_ids=[token], top_values=[-0.25]) for token in (7, 8)
+    ]
+    events = [
+        Event(sample=number, token_ids=[7 + number], text=f"text {number}", logprobs=logprobs[number])
+        for number in range(2)
+    ]
+    return [*events, Event(sample=1, end=END), Event(sample=0, end=END)]
+
+
+def test_generate_samples_json_has_one_transfer(cluster: ScriptedCluster) -> None:
+    cluster.events = two_samples()
+    data = json.loads(Run("generate", "Why?", "-n", "2", "--json", "--address", cluster.address).out)
+    assert list(data) == ["kv", "samples"]
+    assert data["kv"]["wire_bytes"] == 2500
+    assert [sample["sample"] for sample in data["samples"]] == [0, 1]
+    assert [sample["token_ids"] for sample in data["samples"]] == [[7], [8]]
+    assert [sample["logprobs"][0]["top"][0]["token_id"] for sample in data["samples"]] == [7, 8]
+    assert not any("kv" in sample for sample in data["samples"])
+
+
+def test_generate_tables_say_whose_they_are(cluster: ScriptedCluster) -> None:
+    cluster.events = two_samples()
+    run = Run("generate", "Why?", "-n", "2", "--logprobs", "1", "--timeline", "--address", cluster.address)
+    assert run.out == "--- sample 1\ntext 1\n--- sample 0\ntext 0\n"
+    assert "Log-probabilities of sample 0" in run.err
+    assert "Log-probabilities of sample 1" in run.err
+    assert "as sample 0" in run.err
+
+
 def test_generate_logprobs_json(cluster: ScriptedCluster) -> None:
     cluster.events = SCORED
     data = json.loads(Run("generate", "Why?", "--json", "--logprobs", "2", "--address", cluster.address).out)
@@ -281,7 +312,8 @@ def test_generate_timeline_goes_to_standard_error(cluster: ScriptedCluster) -> N
         "3.9 KiB",
         "2.4 KiB",
         "1.60",
-        "bexp-zstd, grpc",
+        " bexp-zstd ",
+        " grpc ",
         "decode-1",
         "asked for",
     ):
@@ -416,6 +448,25 @@ def test_status_shows_pools_workers_and_load(cluster: ScriptedCluster, monkeypat
         assert words in run.out, words
     assert "prefill-0: no native code: no C compiler (cc) was found" in run.out
     assert "KV transports: shm, grpc" in run.out
+
+
+def test_status_says_what_transfers_came_to() -> None:
+    reply = a_status()
+    assert not any("KV sent" in line or "KV packed" in line or "KV trouble" in line for line in shown_at(80, reply))
+    events = reply.workers[1].load.transfer_events
+    for name, count in {
+        "shm_frames": 3, "shm_bytes": 2_500_000, "grpc_frames": 0, "grpc_bytes": 0, "shm_opened": 1,
+        "codec_bexp3_raw_bytes": 2_000_000, "codec_bexp3_wire_bytes": 1_400_000,
+        "codec_raw_raw_bytes": 1_100_000, "codec_raw_wire_bytes": 1_100_000,
+        "frames_retried": 2, "lanes_failed": 0, "frames_moved": 0,
+    }.items():  # fmt: skip
+        events[name] = count
+    reply.workers[0].load.transfer_events["tickets_failed"] = 1
+    lines = shown_at(80, reply)
+    assert "prefill-0: KV sent: 2.5 MB by shm" in lines
+    assert "prefill-0: KV packed: bexp3 1.4 MB of 2.0 MB, raw 1.1 MB of 1.1 MB" in lines
+    assert "prefill-0: KV trouble: 2 frames sent again" in lines
+    assert "decode-0: KV trouble: 1 transfers that did not arrive" in lines
 
 
 def shown_at(width: int, reply: admin_pb2.GetStatusReply) -> list[str]:

@@ -54,13 +54,21 @@ def test_every_codec_is_measured_and_tc4_calibrated_on_the_way(model: Path, cach
         if line["lossless"]:
             assert (line["kl"], line["exact_match"]) == (0, 1)
         assert name in result.stdout
+    assert "tc4 is not calibrated for this model yet; that comes first" in result.stdout
+    assert "reading KV: 0 of 32" in result.stderr
+    assert "probing layers: 0 of " in result.stderr
     (kept,) = cache.iterdir()
     assert load_calibration(kept, model_geometry(model, "bfloat16")).heads_per_group == 2
-    again = invoke("codecs", "--model", str(model), "--prompts", "1", "--tokens", "4", "--codecs", "tc4, raw")
+    few = ("--prompts", "1", "--tokens", "4")
+    again = invoke("codecs", "--model", str(model), *few, "--codecs", "tc4, raw")
     assert again.exit_code == 0, again.output
     assert kept.name in again.stdout
     assert "k6v4" not in again.stdout
     assert list(cache.iterdir()) == [kept]
+    (cache / "tc4-other-model.safetensors").write_bytes(b"")
+    half = invoke("codecs", "--model", str(model), "--dtype", "float16", *few, "--codecs", "tc4")
+    assert half.exit_code == 0, half.output
+    assert f"(2 in {cache} are of other models or types)" in half.stdout
 
 
 def test_calibrating_on_given_texts(model: Path, cache: Path, tmp_path: Path) -> None:
@@ -77,8 +85,8 @@ def test_calibrating_on_given_texts(model: Path, cache: Path, tmp_path: Path) ->
     load_calibration(out, model_geometry(model, "float16"))
     other = tiny_llama(tmp_path / "other", seed=1)
     wrong = invoke("codecs", "--model", str(other), "--calibration", str(out))
-    assert wrong.exit_code == 1
-    assert "transfer.calibration" in wrong.stderr
+    assert wrong.exit_code == 2
+    assert "--calibration" in wrong.stderr
     right = ("--calibration", str(out), "--dtype", "float16", "--codecs", "tc4", "--prompts", "1", "--tokens", "4")
     assert invoke("codecs", "--model", str(model), *right).exit_code == 0
 
@@ -90,7 +98,15 @@ def test_calibrating_on_given_texts(model: Path, cache: Path, tmp_path: Path) ->
         (("codecs", "--dtype", "float32"), 2, ["--dtype", "float16"]),
         (("codecs", "--model", "/nowhere"), 1, ["/nowhere"]),
         (("codecs", "--tokens", "1000000", "--codecs", "raw"), 1, ["--tokens"]),
-        (("codecs", "--calibration", "/nowhere"), 1, ["transfer.calibration", "pdserve calibrate"]),
+        (("codecs", "--codecs", "raw,"), 2, ["--codecs", "''"]),
+        (("codecs", "--calibration", "/nowhere"), 2, ["--calibration", "pdserve calibrate", "no such file"]),
+        (("codecs", "--calibration", "/"), 2, ["--calibration", "folder"]),
+        (("codecs", "--json", "/"), 2, ["--json", "folder"]),
+        (("codecs", "--breakeven", "--json", "{model}/config.json/x"), 2, ["--json", "config.json is not a folder"]),
+        (("codecs", "--breakeven", "--codecs", "bexp3,q8"), 2, ["--codecs", "'q8'", "bexp-zstd"]),
+        (("codecs", "--breakeven", "--prompts", "3"), 2, ["--prompts", "--breakeven"]),
+        (("codecs", "--link-gbit", "3"), 2, ["--link-gbit", "--breakeven"]),
+        (("calibrate", "--out", "/"), 2, ["--out", "folder"]),
         (("calibrate", "--dtype", "int8"), 2, ["--dtype", "bfloat16"]),
         (("calibrate", "--texts", "/nowhere"), 2, ["--texts", "/nowhere"]),
         (("calibrate", "--texts", "{model}/config.json"), 1, ["give at least"]),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,9 +13,9 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.config_file import load_config
-from cluster.demo import DemoRequest, check_disaggregated, demo_rounds, write_json
+from cluster.demo import DemoRequest, check_disaggregated, demo_rounds, to_dict
 from cluster.demo_view import LineView, PanelView, make_view
-from cluster.timeline import Answer, timeline_table
+from cluster.timeline import Answer, timeline_tables
 from pdcore.errors import PdserveError
 from protos import generation_pb2, kv_pb2
 
@@ -110,10 +112,8 @@ def finished(name: str) -> Answer:
     return answer
 
 
-def test_demo_json_has_the_documented_keys(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "demo.json"
-    write_json(path, [finished("a"), finished("b")])
-    data = json.loads(path.read_text())
+def test_demo_json_has_the_documented_keys() -> None:
+    data: Any = json.loads(json.dumps(to_dict([finished("a"), finished("b")])))
     assert list(data) == ["requests"]
     assert len(data["requests"]) == 2
     keys = ["prompt_tokens", "completion_tokens", "text", "ttft_ms", "tpot_ms", "finish_reason"]
@@ -141,13 +141,31 @@ def test_demo_fails_unless_every_request_was_disaggregated() -> None:
 
 
 def test_timeline_has_a_column_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=120).print(timeline_table([finished("first"), finished("second")]))
+    Console(width=120).print(*timeline_tables([finished("first"), finished("second")]))
     out = capsys.readouterr().out
     assert out.count("1.50") == 2
     assert "first: KV by c: [c] is best" in out
     assert "second: KV by c: [c] is best" in out
     assert "first" in out
     assert "second" in out
+
+
+def test_timelines_of_many_samples_fit_a_terminal_and_name_the_transfer_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    samples = [replace(finished(f"sample {number}"), sample=number) for number in range(7)]
+    for answer in samples:
+        assert answer.end is not None
+        answer.end.timeline.kv.codec, answer.end.timeline.kv.transport = "bexp-zstd", "collective"
+    for table in timeline_tables(samples):
+        Console(width=80).print(table)
+    out = capsys.readouterr().out
+    assert [out.replace("as sample 0", "").count(f"sample {number} ") for number in range(7)] == [1] * 7
+    assert out.count("1.50") == 1
+    assert out.count("as sample 0") == 6
+    assert out.count("is best") == 1
+    assert out.count(" bexp-zstd ") == 1
+    assert out.count(" collective ") == 1
 
 
 def test_demo_requests_run_two_at_once_and_one_of_them_is_long() -> None:

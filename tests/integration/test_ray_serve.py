@@ -141,3 +141,21 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
     assert not [folder for folder in folders if folder.exists()]
+
+
+def test_a_worker_that_cannot_start_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    process = ServeProcess(
+        "--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--ray-address", "local",
+        "--set", "prefill.num_blocks=64", "--set", "decode.num_blocks=64",
+        "--set", f"transfer.calibration={tmp_path / 'missing'}",
+    )  # fmt: skip
+    try:
+        assert process.wait() == 2, process.output
+    finally:
+        process.stop()
+    (error,) = (line for line in process.output.splitlines() if "error" in line.lower())
+    assert error.startswith(
+        f"error: transfer.calibration: '{tmp_path / 'missing'}' is not allowed; allowed: a file made"
+    )
+    assert "Traceback" not in process.output
+    assert "SIGABRT" not in process.output

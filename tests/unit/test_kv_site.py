@@ -38,13 +38,14 @@ def test_addresses(interface: str, address: str) -> None:
 
 def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(name: str) -> str:
-        raise OSError("no such host")
+        raise OSError(-2, "no such host")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     with pytest.raises(ConfigError) as caught:
         bind_address("eth99")
     assert caught.value.key == "transfer.interface"
     assert caught.value.value == "eth99"
+    assert caught.value.allowed == "an interface or an address (no such host)"
 
 
 def test_a_transport_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +21,7 @@ from pdcore.config import (
     WorkerConfig,
 )
 from pdcore.config_json import from_json, to_json
-from pdcore.errors import ConfigError, InvalidRequest
+from pdcore.errors import ConfigError, HandshakeRefused, InvalidRequest, Overloaded, PdserveError, TicketError
 from pdcore.faults import FaultPlan, FaultPoints
 from pdcore.logprobs import Logprobs
 from pdcore.step_time import StepTime
@@ -198,3 +199,18 @@ def test_a_worker_request_that_makes_no_sense_is_refused(field: str, value: obje
 def test_an_unknown_role_number_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="77"):
         convert.role_from_proto(77)
+
+
+def test_errors_are_made_anew_whole() -> None:
+    errors: list[PdserveError] = [
+        ConfigError("a.b", 3, "an even number"),
+        InvalidRequest("sampling.n", "must be 1"),
+        HandshakeRefused("protocol", 3, 4),
+        Overloaded("full", retry_after_s=1.5),
+        TicketError("expired"),
+    ]
+    for error in errors:
+        again = copy.copy(error)  # by the same protocol as a pickle
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from decode_worker.handler import DecodeHandler
 from kv_transfer.inbound import ReceiverCounters
-from kv_transfer.outbound import LaneCounters, SenderCounters
+from kv_transfer.outbound import CodecCounters, LaneCounters, SenderCounters
 from pdcore.faults import FaultPoints
 from prefill_worker.handler import PrefillHandler
 
@@ -18,6 +18,7 @@ def test_of_a_prefill_worker() -> None:
     counters = SenderCounters(retries=1, failed=2)
     counters.lanes["shm"] = LaneCounters(frames=3, frame_bytes=4, opened=5, failures=6, downgrades=7, moved_frames=8)
     counters.lanes["grpc"] = LaneCounters(frames=9, frame_bytes=10, failures=20, moved_frames=30)
+    counters.codecs["bexp-zstd"] = CodecCounters(raw_bytes=60, wire_bytes=40)
     sender = cast(Any, SimpleNamespace(counters=counters, open_sends=11))
     load = PrefillHandler(NOBODY, sender, NOBODY, FaultPoints(""), lambda: None).transfers()
     assert (load.open_tickets, load.open_sends) == (0, 11)
@@ -34,6 +35,8 @@ def test_of_a_prefill_worker() -> None:
         "grpc_bytes": 10,
         "grpc_opened": 0,
         "grpc_downgrades": 0,
+        "codec_bexp-zstd_raw_bytes": 60,
+        "codec_bexp-zstd_wire_bytes": 40,
     }
 
 
