@@ -154,7 +154,7 @@ def _cells(answer: Answer) -> list[str]:
         prefill = [_ms(timeline.prefill_queued_ms), _ms(timeline.prefill_ms)]
     kv = ["-"] * 7
     if timeline.HasField("kv") and answer.sample:
-        kv = ["as sample 0", *['"'] * 5]
+        kv = ["as sample 0", *['"'] * 6]
     elif timeline.HasField("kv"):
         stats = timeline.kv
         kv = [
