@@ -22,7 +22,7 @@ from dataclasses import replace
 from engine.engine import Engine, StepPlan, StepResult
 from engine.sequence import SequenceKind
 from kv_transfer.receiver import KvReceiver
-from pdcore.errors import PdserveError, TicketError
+from pdcore.errors import PdserveError, TicketError, TransferError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
 from worker.events import prefill_notice, prompt_logprobs_notice, token_event
@@ -157,8 +157,9 @@ class DecodeHandler:
             try:
                 self._engine.commit_ticket(owner, spec, *first_tokens, exact=stats.lossless)
             except PdserveError as error:  # a first token that no model of ours can have sampled, say
+                # Whatever is wrong, it came by the transfer: the request itself was fit when it was reserved.
                 self._drop(key)
-                self._reporter.notice(key, failed_notice(error))
+                self._reporter.notice(key, failed_notice(TransferError(str(error))))
                 self._reporter.forget(key)
                 return False
             del self._tickets[owner]

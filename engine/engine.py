@@ -124,6 +124,7 @@ class Engine:
         self._blocks = BlockManager(runner.geometry.num_blocks, runner.geometry.block_size)
         self._block_size = runner.geometry.block_size
         self._prefix_cache = config.prefix_cache
+        self._unborn: dict[RequestKey, Sequence] = {}  # samples whose prompt is being computed, and as what
         self._sequences: dict[RequestKey, Sequence] = {}  # oldest first
         self._tickets: dict[str, Ticket] = {}  # oldest first
         self._deferred: list[Owner] = []  # freed when the step in flight is applied
@@ -461,11 +462,10 @@ class Engine:
 
     def _abort_unborn(self, key: RequestKey) -> bool:
         """Abort a branch whose trunk is still being computed; False if there is none."""
-        for sequence in self._sequences.values():
-            if key in sequence.spec.branch_keys:
-                sequence.unwanted.add(key)
-                return True
-        return False
+        trunk = self._unborn.get(key)
+        if trunk is not None:
+            trunk.unwanted.add(key)
+        return trunk is not None
 
     def fail(self, plan: StepPlan, error: PdserveError) -> StepResult:
         """The forward pass of `plan` has raised: its sequences end and are reported as rejected with `error`."""
@@ -577,7 +577,7 @@ class Engine:
     def _check_new(self, spec: RequestSpec) -> None:
         for key in (spec.key, *spec.branch_keys):
             owners = (Owner.sequence(key), Owner.send(key), Owner.swap(key))
-            if key in self._sequences or any(map(self._blocks.blocks_of, owners)):
+            if key in self._sequences or key in self._unborn or any(map(self._blocks.blocks_of, owners)):
                 raise InvalidRequest("request_id", f"attempt {key.attempt} of {key.request_id} is already here")
 
     def _apply_decision(self, decision: ScheduleDecision, now: float) -> StepPlan | None:
@@ -652,6 +652,7 @@ class Engine:
         self._arrivals += 1
         sequence.arrival = self._arrivals
         self._sequences[sequence.key] = sequence
+        self._unborn.update(dict.fromkeys(sequence.spec.branch_keys, sequence))
 
     def _yielding(self) -> list[Sequence]:
         """Running batch sequences that would give way to interactive requests."""
@@ -742,6 +743,8 @@ class Engine:
     def _leave(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended, and free its blocks or leave them to its send session."""
         del self._sequences[sequence.key]
+        for branch in sequence.spec.branch_keys:
+            del self._unborn[branch]
         owner = Owner.sequence(sequence.key)
         if sequence.kind is SequenceKind.PREFILL and not sequence.send_over:
             self._blocks.transfer(owner, Owner.send(sequence.key))

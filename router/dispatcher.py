@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
@@ -121,8 +122,8 @@ class Dispatcher:
 
     @property
     def request_ids(self) -> Collection[str]:
-        """Ids of the requests that have not ended."""
-        return self._active.keys() | self._groups.keys()
+        """Ids of the requests that have not ended, and of their samples."""
+        return ChainMap[str, Any](self._active, self._groups)
 
     @property
     def queued(self) -> int:
@@ -192,7 +193,7 @@ class Dispatcher:
             max_replays=self._config.max_replays,
             sink=stream,
             now=self._clock.now(),
-            last_attempt=self._last_attempts.get(entry.request_id, 0),
+            last_attempt=self._last_attempts.get(request.request_id, 0),
             kv_codec=request.kv_codec or getattr(self._config.kv_codec_by_class, request.priority.name.lower()),
             cache_salt=request.cache_salt,
             tenant=request.tenant,
@@ -214,9 +215,12 @@ class Dispatcher:
         return group.running
 
     def cancel(self, request_id: str) -> bool:
-        """End a request by its id; False if it is not running."""
+        """End a request by its id; False if it is not running. The ids of samples are ours alone."""
         group, active = self._groups.get(request_id), self._active.get(request_id)
-        running = group.running if group is not None else [] if active is None else [active]
+        if group is not None:
+            running = group.running
+        else:
+            running = [] if active is None or active.group is not None else [active]
         for one in running:
             self.cancel_active(one)
         return bool(running)
@@ -510,7 +514,9 @@ class Dispatcher:
         if active.deadline is not None:
             active.deadline.cancel()
         del self._active[tracker.request_id]
-        self._last_attempts[tracker.request_id] = tracker.attempt
+        name = tracker.request_id if active.group is None else active.group.trunk.tracker.request_id
+        # One entry for all samples: they may have come to different attempts, and none is to be used again.
+        self._last_attempts[name] = max(tracker.attempt, self._last_attempts.get(name, 0))
         if len(self._last_attempts) > RECENT_IDS:
             self._last_attempts.popitem(last=False)
         if active.branches:
@@ -643,7 +649,9 @@ class Dispatcher:
     def _start(self, active: ActiveRequest, route: Route, now: float) -> None:
         tracker = active.tracker
         joining = [sample for sample in active.branches if sample.waits]
-        effects = tracker.dispatch(route, now, tuple(sample.tracker.join(route, now) for sample in joining))
+        effects = tracker.dispatch(
+            route, now, tuple(sample.tracker.join(route, now, tracker.timeline) for sample in joining)
+        )
         for sample in joining:
             sample.joined = sample.tracker.attempt
         tokens = tracker.prompt_tokens

@@ -288,8 +288,12 @@ class RequestTracker:
         self.state = RequestState.RESERVING
         return [SendReserve(route.decode, self._spec())]
 
-    def join(self, route: Route, now: float) -> Branch:
-        """The trunk of this sample, which must be queued, is about to be dispatched: what to tell it."""
+    def join(self, route: Route, now: float, trunk: Timeline) -> Branch:
+        """The trunk of this sample, which must be queued, is about to be dispatched: what to tell it.
+
+        `trunk`: what has become of it so far. Its replays are the sample's too, and count against the same bound.
+        """
+        self.timeline.replays = trunk.replays
         self._begin(route, now)
         self._holders = {route.decode: True}
         if route.prefill is not None:

@@ -142,7 +142,19 @@ async def test_before_there_are_tokens_they_are_replayed_together(model: Path) -
         assert count(cluster, "prefill", "r") == 2
         assert count(cluster, "reserve", *SAMPLES) == 0
         assert {answer.end.timeline.prefill_worker for answer in answers} == {"p0"}
+        assert [answer.end.timeline.replays for answer in answers] == [1] * N
         assert cluster.dispatcher.counters.replays == 1
+
+
+async def test_an_id_that_comes_again_has_attempts_that_no_worker_has_seen(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        codes = iter([worker_pb2.FAILURE_CODE_INTERNAL])
+        cluster["p0"].refuse = lambda command, request: next(codes, None)
+        await cluster.client.samples([1, 2], Sampling(max_tokens=3, n=N), request_id="r")
+        assert dict(cluster.dispatcher._last_attempts) == {"r": 2}
+        await cluster.client.samples([1, 2], Sampling(max_tokens=3, n=2), request_id="r")
+        await cluster.client.complete([1, 2], Sampling(max_tokens=3), request_id="r")
+        assert dict(cluster.dispatcher._last_attempts) == {"r": 4}
 
 
 async def test_after_the_first_tokens_each_goes_on_alone(model: Path) -> None:
@@ -242,7 +254,8 @@ async def test_samples_that_end_before_the_rest_is_there_are_not_counted(model: 
         call = asyncio.ensure_future(cluster.client.samples([1, 2], Sampling(max_tokens=8, n=N), request_id="r"))
         await hold.reached.wait()
         for name in SAMPLES[:2]:
-            assert await cluster.client.cancel(name)
+            assert not await cluster.client.cancel(name), "its id is nobody's but ours"
+            cluster.dispatcher.cancel_active(cluster.dispatcher._active[name])
             assert (cluster.dispatcher.queued, cluster.dispatcher.running) == (0, 1)
         await cluster.client.cancel("r")
         await call

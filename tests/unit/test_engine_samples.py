@@ -142,6 +142,19 @@ class TestAbort:
             assert tokens_of(tokens, sample) == oracle(runner, sample)[0]
         at_rest(engine)
 
+    def test_keys_of_samples_that_are_still_one_are_taken(self) -> None:
+        engine = make_engine(FakeRunner())
+        spec = trunk("r", 2, 40)
+        engine.add(spec, SequenceKind.GENERATE)
+        for taken in (replace(spec.samples[1]), replace(trunk("q", 2, 20), branches=spec.branches)):
+            with pytest.raises(InvalidRequest, match="already here"):
+                engine.add(taken, SequenceKind.GENERATE)
+        run(engine)
+        engine.add(spec, SequenceKind.GENERATE)
+        assert engine.abort(spec.key)
+        assert not engine.abort(spec.branch_keys[0]), "gone with their trunk"
+        at_rest(engine)
+
     def test_of_all_samples_leaves_nothing(self) -> None:
         engine = make_engine(FakeRunner())
         spec = trunk("r", 3, 40)
