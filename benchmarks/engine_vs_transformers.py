@@ -204,28 +204,30 @@ def main() -> None:
     reference = Reference(resolved.path, args.dtype, args.reference_attention) if not args.alone else None
     tokens = np.random.default_rng(0).integers(0, runner.model.vocab_size, max(args.prefill, args.context))
 
-    rows = []
+    rows: list[Row] = []
+
+    def done(work: str, count: int, times: tuple[float, float | None]) -> None:
+        rows.append(entry := row(work, count, *times))
+        versus = f"{entry.reference_ms:>18.1f}{entry.speedup:>10.2f}" if entry.reference_ms else ""
+        print(f"{entry.work:<24}{entry.ms:>10.1f}{entry.tokens_per_s:>12.1f}{versus}", flush=True)
+
+    print(f"{resolved.served_name}, {args.dtype}, {args.threads} threads, loaded in {load_s:.1f} s")
+    print(f"{'work':<24}{'ms':>10}{'tokens/s':>12}{'transformers ms':>18}{'speedup':>10}", flush=True)
     if args.prefill:
         prompt = tokens[: args.prefill]
         other = (lambda: reference.prefill(prompt) and None) if reference else None
         times = measure(lambda: ours.prefill(prompt), other, max(args.repeats // 3, 1))
-        rows.append(row(f"prefill 1x{args.prefill}", args.prefill, *times))
+        done(f"prefill 1x{args.prefill}", args.prefill, times)
     if args.prompts:
         prompts = np.random.default_rng(1).integers(0, runner.model.vocab_size, (args.prompts, 512))
         other = (lambda: reference.prefill(prompts) and None) if reference else None
         times = measure(lambda: ours.prefill_many(prompts), other, max(args.repeats // 3, 1))
-        rows.append(row(f"prefill {args.prompts}x512", 512 * args.prompts, *times))
+        done(f"prefill {args.prompts}x512", 512 * args.prompts, times)
     for batch in args.batch:
         prompt = tokens[: args.context]
         other = reference.decoder(prompt, batch) if reference else None
         times = measure(ours.decoder(prompt, batch, args.repeats + 1), other, args.repeats)
-        rows.append(row(f"decode batch {batch} at {args.context}", batch, *times))
-
-    print(f"{resolved.served_name}, {args.dtype}, {args.threads} threads, loaded in {load_s:.1f} s")
-    print(f"{'work':<24}{'ms':>10}{'tokens/s':>12}{'transformers ms':>18}{'speedup':>10}")
-    for entry in rows:
-        versus = f"{entry.reference_ms:>18.1f}{entry.speedup:>10.2f}" if entry.reference_ms else ""
-        print(f"{entry.work:<24}{entry.ms:>10.1f}{entry.tokens_per_s:>12.1f}{versus}")
+        done(f"decode batch {batch} at {args.context}", batch, times)
     if args.json:
         settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
         load = {"cores": os.cpu_count(), "load_average": os.getloadavg()[0]}

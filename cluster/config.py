@@ -7,295 +7,43 @@ it into the frozen dataclasses that the other parts know. Every key is described
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from cluster.config_sections import (
+    AggregatedSection,
+    Dtype,
+    GeneratingSection,
+    PoolSection,
+    PositiveFloat,
+    PositiveInt,
+    QueueSection,
+    RaySection,
+    RouterSection,
+    Section,
+    TransferSection,
+)
 from cluster.cores import CorePlan, plan_cores
+from cluster.kv_shape import kv_bytes_per_token
 from cluster.memory import available_memory
 from pdcore.config import (
     CODEC_CHOICES,
     CODEC_DTYPES,
     EngineConfig,
     KvCodecByClass,
-    QueueConfig,
     RouterConfig,
     SchedulerConfig,
-    TenantWeight,
     TransferConfig,
     WorkerConfig,
     convertible,
 )
 from pdcore.costs import AUTO
-from pdcore.errors import ConfigError, ModelError
+from pdcore.errors import ConfigError
 from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
-from pdcore.types import KvGeometry, Role
-
-ByteCount = Annotated[ByteSize, Field(ge=1)]
-Cores = Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...]
-CodecChoice = Literal["auto", "raw", "zstd", "bexp-zstd", "bexp3", "q8", "q8-zstd", "k6v4", "k4v4", "tc4", "fp8"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
-
-_BALANCED = SCHEDULER_DEFAULTS["balanced"]
-
-
-class Section(BaseModel):
-    """A mapping of the file: unknown keys are errors, values are not converted behind the user's back."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-class SchedulerSection(Section):
-    """How an engine composes its steps. What `objective` sets is given here as for balanced.
-
-    The budget is for CPUs: one core computes 128 tokens of a small model in a second or less, and a worker whose
-    steps come near ``dead_after_s`` is taken for dead. Larger steps gain little there.
-    """
-
-    max_num_batched_tokens: int = Field(
-        default=int(_BALANCED["max_num_batched_tokens"]), ge=1, description="token budget of one engine step"
-    )
-    max_num_seqs: int = Field(
-        default=int(_BALANCED["max_num_seqs"]), ge=1, description="sequences in one step at most"
-    )
-    prefill_chunk_tokens: int = Field(
-        default=int(_BALANCED["prefill_chunk_tokens"]),
-        ge=1,
-        description="prompt tokens of one sequence in one step at most",
-    )
-    max_partial_prefills: int = Field(
-        default=int(_BALANCED["max_partial_prefills"]),
-        ge=0,
-        description="prompts that may be computed in part at once; more wait, unless they fit into one step as a "
-        "whole; 0: any number",
-    )
-    long_prefill_tokens: int = Field(
-        default=int(_BALANCED["long_prefill_tokens"]),
-        ge=0,
-        description="prompts that lack more tokens than this are long and leave one of max_partial_prefills to "
-        "others; 0: none is long",
-    )
-    target_itl_ms: float = Field(
-        default=_BALANCED["target_itl_ms"],
-        ge=0,
-        allow_inf_nan=False,
-        description="prompts get as many tokens of a step as keep the time between two tokens of running requests "
-        "within this, by step times measured all the time; 0: no such limit",
-    )
-    local_prefill_tokens: int = Field(
-        default=64,
-        ge=0,
-        description="prompt tokens that a decode worker offers to compute itself when it holds the prompt's "
-        "beginning, instead of having them sent; 0: never",
-    )
-
-
-class PoolSection(Section):
-    """One pool of equal workers."""
-
-    workers: int = Field(default=1, ge=0, le=1024, description="how many workers the pool has")
-    threads: Literal["auto"] | PositiveInt = Field(
-        default="auto",
-        description="compute threads of each worker's engine; auto shares out the cores of a one-node cluster, and "
-        "takes all of the worker's own node otherwise",
-    )
-    cpu_affinity: Cores = Field(
-        default="auto",
-        description="cores of the engine threads, e.g. [0, 1]; [] leaves them free; auto keeps the prefill and the "
-        "decode pool on cores of their own where one node has enough of them",
-    )
-    block_size: Literal[8, 16, 32, 64] = Field(default=16, description="tokens per KV block")
-    kv_memory: Fraction | ByteCount = Field(
-        default=ByteSize(1 << 30),
-        description="memory of each worker's KV pool, e.g. 512MiB or 2GiB, or a fraction such as 0.2 of the memory "
-        "that is available where the cluster is started",
-    )
-    num_blocks: PositiveInt | None = Field(
-        default=None, description="size of each worker's KV pool in blocks, not in memory"
-    )
-    dtype: Dtype | None = Field(
-        default=None, description="type of weights, arithmetic and KV cache of this pool; default: the cluster's"
-    )
-    num_cpus: float = Field(
-        default=0, ge=0, description="CPUs that Ray sets aside for each worker; 0 lets it run beside others"
-    )
-    prefix_cache: bool = Field(
-        default=True, description="keep KV for prompts that begin alike, as long as memory is not wanted"
-    )
-    scheduler: SchedulerSection = Field(default=SchedulerSection(), description="how steps are composed")
-
-    @model_validator(mode="after")
-    def _one_size(self) -> PoolSection:
-        if self.num_blocks is not None and "kv_memory" in self.model_fields_set:
-            raise ValueError("either kv_memory or num_blocks, not both")
-        return self
-
-
-class GeneratingSection(PoolSection):
-    """A pool whose workers generate, so that memory can run short under their sequences."""
-
-    swap_memory: Annotated[ByteSize, Field(ge=0)] = Field(
-        default=ByteSize(0),
-        description="host memory of each worker for the KV of sequences that give way to others, e.g. 1GiB; 0: none",
-    )
-    preemption: Literal["auto", "swap", "recompute"] = Field(
-        default="auto",
-        description="what becomes of a sequence that gives way; swap: its KV goes to swap_memory and comes back, "
-        "recompute: it is computed again, auto: what costs less",
-    )
-
-
-class AggregatedSection(GeneratingSection):
-    """The pool that a cluster has only when asked for."""
-
-    workers: int = Field(default=0, ge=0, le=1024, description="how many workers the pool has")
-
-
-class TransferSection(Section):
-    """How KV travels from prefill to decode workers."""
-
-    codec: CodecChoice = Field(
-        default="auto",
-        description="how KV is packed for requests that do not say; auto: the lossless codec, or none, that is "
-        "fastest for each transfer; q8, q8-zstd, k6v4, k4v4, tc4 and fp8 change the numbers",
-    )
-    calibration: str = Field(
-        default="", description="file that pdserve calibrate made for the model, which the codec tc4 needs"
-    )
-    transport: Literal["auto", "grpc", "shm", "collective", "nixl"] = Field(
-        default="auto",
-        description="how KV travels where both workers can; auto: shared memory on one host, a process group between "
-        "two GPUs, else gRPC; what fails gives way to gRPC",
-    )
-    interface: str = Field(
-        default="",
-        description="network interface, or an address of one, that process groups bind to; empty: the worker's host",
-    )
-    max_pairs: PositiveInt = Field(default=64, description="process groups that a worker is in at most")
-    message_bytes: ByteCount = Field(default=ByteSize(512 << 10), description="size of one transport message, about")
-    frame_tokens: int = Field(default=256, ge=1, le=256, description="tokens per frame at most")
-    frame_bytes: ByteCount = Field(
-        default=ByteSize(512 << 10),
-        description="raw bytes of a frame, about, at most; a slow link gets smaller ones, none more than half of "
-        "credit_bytes",
-    )
-    credit_bytes: ByteCount = Field(
-        default=ByteSize(8 << 20), description="unacknowledged bytes per connection; bounds the receiver's memory"
-    )
-    lease_s: PositiveFloat = Field(default=10.0, description="seconds without renewal until a ticket expires")
-    send_timeout_s: PositiveFloat = Field(default=5.0, description="seconds without progress until a send fails")
-    max_reserved_fraction: float = Field(
-        default=0.5, gt=0, le=1, description="share of a decode worker's KV pool that waiting transfers may hold"
-    )
-    max_frame_retries: int = Field(default=2, ge=0, description="how often a damaged frame is sent again")
-    kv_conversion: Literal["exact", "rounding"] = Field(
-        default="exact",
-        description="where the decode pool has another dtype than the prefill pool: exact takes its KV only if no "
-        "number changes (to float32), rounding in any case",
-    )
-    receive_threads: int = Field(default=1, ge=1, description="threads that unpack received KV, per decode worker")
-    cpu_affinity: Cores = Field(
-        default="auto",
-        description="cores of the transfer threads; [] leaves them free; auto keeps them off the decode engines",
-    )
-
-
-class KvCodecSection(Section):
-    """Codecs by class; see ``transfer.codec``."""
-
-    interactive: CodecChoice | None = Field(default=None, description="for interactive requests that do not say")
-    standard: CodecChoice | None = Field(default=None, description="for standard requests that do not say")
-    batch: CodecChoice | None = Field(default=None, description="for batch requests that do not say")
-
-
-class QueueSection(Section):
-    """In which order waiting requests are served; docs/scheduling.md says which policy is for what."""
-
-    policy: Literal["fcfs", "sjf", "fair", "priority", "static"] = Field(
-        default="priority",
-        description="fcfs: in order of arrival; sjf: short prompts first, with ageing; fair: the tenant that has had "
-        "least; priority: interactive before standard before batch requests; static: whole batches, a baseline",
-    )
-    sjf_age_tokens: int = Field(
-        default=32,
-        ge=1,
-        description="sjf: each later arrival makes a waiting prompt count as so many tokens shorter",
-    )
-    batch_share: float = Field(
-        default=0.1,
-        ge=0,
-        le=0.5,
-        description="priority: share of starts and of running places that batch requests are sure of; 0: none",
-    )
-    tenant_weights: dict[str, PositiveFloat] = Field(
-        default={}, description="fair: shares of tenants by name, relative to all others, which have 1"
-    )
-
-    def to_config(self) -> QueueConfig:
-        """As the parts know it."""
-        weights = tuple(TenantWeight(tenant, weight) for tenant, weight in self.tenant_weights.items())
-        return QueueConfig(self.policy, self.sjf_age_tokens, self.batch_share, weights)
-
-
-class RouterSection(Section):
-    """The public end."""
-
-    host: str = Field(
-        default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
-    )
-    grpc_port: int = Field(default=50051, ge=0, le=65535, description="public gRPC port; 0 picks a free one")
-    max_queue: int = Field(default=256, ge=1, description="requests that may wait for a worker; more are shed")
-    token_window: int = Field(
-        default=64, ge=1, description="tokens per request that the client has not taken yet, at most"
-    )
-    max_queued_prefill_tokens: int = Field(
-        default=0,
-        ge=0,
-        description="prompt tokens that one worker may hold queued, more wait in the router; 0: two of its steps",
-    )
-    max_running_per_worker: int = Field(
-        default=ROUTER_DEFAULTS["balanced"]["max_running_per_worker"],
-        ge=1,
-        description="requests on one decode worker at most",
-    )
-    max_replays: int = Field(default=3, ge=0, description="how often a request is run again after its worker died")
-    client_stall_timeout_s: PositiveFloat = Field(
-        default=120.0, description="seconds without the client taking a token until its request is cancelled"
-    )
-    worker_wait_s: float = Field(
-        default=60.0,
-        ge=0,
-        description="seconds that requests wait while no worker could take them, as during a restart",
-    )
-    max_message_bytes: Annotated[ByteSize, Field(ge=65536)] = Field(
-        default=ByteSize(16 << 20), description="gRPC message limit, both ways"
-    )
-    kv_codec_by_class: KvCodecSection = Field(
-        default=KvCodecSection(), description="how KV is packed, by class of request; null: transfer.codec"
-    )
-
-
-class RaySection(Section):
-    """Where the workers run."""
-
-    address: str | None = Field(
-        default=None,
-        min_length=1,
-        description="local: start a Ray and end it again; auto: join the one that runs here; or host:port; default: "
-        "that of the Ray job that this runs in, else local",
-    )
-    worker_host: str = Field(
-        default="auto",
-        min_length=1,
-        description="address that workers and the controller listen on and announce; auto: 127.0.0.1 while Ray has "
-        "one node, the node's own address otherwise",
-    )
+from pdcore.types import Role
 
 
 class ClusterConfig(Section):
@@ -605,41 +353,3 @@ def _as_mapping(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, Section):
         return value.model_dump(exclude_unset=True)
     return value if isinstance(value, dict) else None
-
-
-def kv_bytes_per_token(model_path: Path, dtype: str) -> int:
-    """Bytes of K and V that one token takes over all layers; errors as for `kv_shape`."""
-    return kv_shape(model_path, dtype).bytes_per_token
-
-
-def kv_shape(model_path: Path, dtype: str) -> KvGeometry:
-    """The shape of a model's KV, from the model folder's ``config.json``; neither digest nor blocks are known.
-
-    Raises:
-        ModelError: the file cannot be read or lacks the shape.
-    """
-    try:
-        shape = json.loads((model_path / "config.json").read_text())
-        if isinstance(shape, dict) and "num_attention_heads" not in shape:
-            shape = _shape_by_transformers(model_path)
-        heads = shape["num_attention_heads"]
-        return KvGeometry(
-            model_digest="",
-            num_layers=shape["num_hidden_layers"],
-            num_kv_heads=shape.get("num_key_value_heads") or heads,
-            head_dim=shape.get("head_dim") or shape["hidden_size"] // heads,
-            dtype=dtype,
-            block_size=1,
-            num_blocks=1,
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{model_path / 'config.json'} does not give the model's shape: {error!r}") from error
-
-
-def _shape_by_transformers(model_path: Path) -> dict[str, int]:
-    """Of a model whose config has names of its own for these things, e.g. ``n_head``."""
-    from transformers import AutoConfig  # here, for it takes seconds and few models need it
-
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-    keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
-    return {key: value for key in keys if (value := getattr(config, key, None)) is not None}

@@ -11,7 +11,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import ByteSize, ValidationError
 
-from cluster.config import ClusterConfig, Section
+from cluster.config import ClusterConfig
+from cluster.config_sections import Section
 from pdcore.errors import ConfigError
 from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 

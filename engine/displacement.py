@@ -1,4 +1,8 @@
-"""Which running batch requests give way to interactive ones that wait, under the queue policy `priority`. Pure."""
+"""Which running batch requests give way to interactive ones, under the queue policy `priority`. Pure.
+
+An interactive request waits here for its turn, or elsewhere for a ticket: what a refused ticket needs is a *claim* on
+memory. Batch requests give way for it, and what comes free is kept for it until it is asked for again.
+"""
 
 from __future__ import annotations
 
@@ -27,38 +31,60 @@ def yielding(views: list[SequenceView], config: SchedulerConfig) -> list[Sequenc
 
 
 def displace(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> list[SequenceView]:
-    """Batch sequences to be preempted now, the youngest first, so that interactive ones can be admitted.
+    """Batch sequences to be preempted now, the youngest first, so that interactive requests can be served.
 
-    Interactive requests are looked at in order of arrival, up to the first for which all that may give way would not
-    be enough: nothing is taken away for nothing.
+    First the claim, then those that wait in order of arrival, up to the first for which all that may give way would
+    not be enough: nothing is taken away for nothing.
     """
     interactive = [
         view
         for view in snapshot.sequences
         if not view.blocks and view.has_credit and not view.copying and view.priority is PriorityClass.INTERACTIVE
     ]
-    if not interactive:
+    claim = standing_claim(snapshot, config)
+    if not interactive and not claim:
         return []
     victims = yielding(list(snapshot.sequences), config)
-    running = [view for view in snapshot.sequences if view.blocks]
-    places = config.max_num_seqs - sum(view.has_credit for view in running)
-    # Blocks beyond those by which every running sequence may grow, those that are on their way back among them.
-    free = snapshot.free_blocks - sum(view.may_grow for view in running)
-    free += sum(view.leaving_blocks for view in snapshot.sequences)
-    displaced: list[SequenceView] = []
+    places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
+    free = _free(snapshot)
+    displaced = 0
+    while free < claim:
+        places += victims[displaced].has_credit
+        free += _frees(victims[displaced])
+        displaced += 1
+    free -= claim
     for view in interactive:
         grows = view.preemptible and view.admit_blocks < view.max_blocks
         needed = view.admit_cost + headroom(view)
-        taken: list[SequenceView] = []
-        new_places, new_free = places, free
-        for victim in victims[len(displaced) :]:
+        taken, new_places, new_free = 0, places, free
+        for victim in victims[displaced:]:
             if new_places >= 1 and new_free >= needed:
                 break
-            taken.append(victim)
+            taken += 1
             new_places += victim.has_credit
-            new_free += victim.blocks - victim.shared_blocks + victim.may_grow
+            new_free += _frees(victim)
         if new_places < 1 or new_free < needed:
             break
         displaced += taken
         places, free = new_places - 1, new_free - view.admit_cost - grows
-    return displaced
+    return victims[:displaced]
+
+
+def standing_claim(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> int:
+    """Blocks that are kept for an interactive request's ticket: those that it needs, or none if they cannot be had
+    though all give way that may."""
+    claim = snapshot.claimed_blocks
+    if not claim:
+        return 0
+    most = _free(snapshot) + sum(map(_frees, yielding(list(snapshot.sequences), config)))
+    return claim if config.queue.policy == "priority" and claim <= most else 0
+
+
+def _free(snapshot: SchedulerSnapshot) -> int:
+    """Blocks beyond those by which every running sequence may grow, those that are on their way back among them."""
+    return snapshot.free_blocks + sum(view.leaving_blocks - view.may_grow for view in snapshot.sequences)
+
+
+def _frees(victim: SequenceView) -> int:
+    """Blocks that come free if it gives way, that of its growth among them."""
+    return victim.blocks - victim.shared_blocks + victim.may_grow

@@ -25,7 +25,7 @@ from engine.step import NO_TOKEN, KvCache, ModelRunner, StepOutput, StepProgress
 from engine.step_log import StepLog, StepRecord, by_class
 from engine.structured import OutputGuards, OutputState
 from engine.swap import Copier, Copy, SwapSpace, ThreadCopier
-from engine.ticket import Reservation, Ticket
+from engine.ticket import CLAIM_S, Claim, Reservation, Ticket
 from engine.validation import check_request
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import EngineConfig
@@ -144,6 +144,7 @@ class Engine:
             make_copier=lambda: make_copier(runner.cache, self._copied, on_crash),
         )
         self._wanted_blocks = 0  # what a ticket lacked that was refused since the last step
+        self._claim = Claim(0, 0.0)
         self._preemptions = 0
         self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
         self._cached_tokens = 0
@@ -232,8 +233,13 @@ class Engine:
         snapshot = self._snapshot()
         if ticket_refusal(snapshot, fresh, self._max_reserved, idle) is not None:
             # The router asks again: perhaps sequences of stalled clients have made room by then.
-            self._wanted_blocks = max(self._wanted_blocks, ticket_lacks(snapshot, fresh, idle))
+            lacks = ticket_lacks(snapshot, fresh, idle)
+            self._wanted_blocks = max(self._wanted_blocks, lacks)
+            if ticket.interactive and lacks > 0:
+                self._claim = Claim(fresh + idle, self._clock.now() + CLAIM_S)
             return None
+        if ticket.interactive:
+            self._claim = Claim(0, 0.0)
         for sequence in self._sequences.values():
             if sequence.num_blocks == 0 and sequence.credit > 0 and not sequence.copying:
                 sequence.skipped += 1
@@ -528,15 +534,16 @@ class Engine:
             self._guards.close()
         return self._swap.close(timeout_s)
 
-    def drain_cache_events(self) -> CacheEvents:
-        """What came into the prefix cache and left it since the last call; see `CacheEvents`."""
+    def cache_events(self, since: int) -> CacheEvents:
+        """What came into the prefix cache and left it, from event `since` on."""
         with self.lock:
-            return self._blocks.cache.events.drain()
+            return self._blocks.cache.events.since(since)
 
-    def cached_names(self) -> list[bytes]:
-        """Names of all blocks in the prefix cache: what a follower of the events would know who missed none."""
+    def cached_names(self) -> tuple[list[bytes], int]:
+        """Names of all blocks in the prefix cache, each behind that of the block before it, and the next event's
+        number: what a follower of the events would know who missed none, and where to go on."""
         with self.lock:
-            return self._blocks.cache.names()
+            return self._blocks.cache.names(), self._blocks.cache.events.next
 
     def check_integrity(self) -> None:
         """Assert everything that holds between two calls of public methods."""
@@ -705,6 +712,7 @@ class Engine:
         self._on_copied()
 
     def _snapshot(self) -> SchedulerSnapshot:
+        now = self._clock.now()
         return take_snapshot(
             self._sequences,
             self._tickets,
@@ -712,10 +720,11 @@ class Engine:
             book=self._queue,
             step_time=self._log.step_time,
             max_num_seqs=self._scheduler_config.max_num_seqs,
-            now=self._clock.now(),
+            now=now,
             terms=self._swap.terms(),
             swap_room=self._swap.room,
             wanted_blocks=self._wanted_blocks,
+            claimed_blocks=self._claim.blocks_at(now),
         )
 
     def _publish(self, sequence: Sequence) -> None:

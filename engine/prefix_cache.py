@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 EVENTS_KEPT = 8192
-"""Events that wait to be drained; older ones are dropped."""
+"""Events that are kept for followers; older ones are forgotten."""
 
 
 class CacheEvent(NamedTuple):
@@ -24,8 +25,7 @@ class CacheEvent(NamedTuple):
 class CacheEvents(NamedTuple):
     """Events with the numbers ``first``, ``first + 1``, ... in the order in which they happened.
 
-    `gap`: events before `first` were lost. Whoever follows the cache then forgets all that it knew and goes on from
-    here: what it learns from later events is right, and never more than the cache holds.
+    `gap`: events before `first` that were asked for are forgotten. Whoever follows the cache then looks at its names.
     """
 
     first: int
@@ -33,26 +33,23 @@ class CacheEvents(NamedTuple):
     gap: bool
 
 
-class CacheEventBuffer:
-    """The latest `limit` events that nobody has drained yet, numbered from 0 over the whole life of the cache."""
+class CacheEventLog:
+    """The latest `limit` events, numbered from 0 over the whole life of the cache, for any number of followers."""
 
     def __init__(self, limit: int) -> None:
         assert limit >= 1, limit
-        self._waiting: deque[CacheEvent] = deque(maxlen=limit)
-        self._next = 0  # number of the next event
-        self._drained = 0  # events below this number were drained
+        self._kept: deque[CacheEvent] = deque(maxlen=limit)
+        self.next = 0  # number of the next event
 
     def append(self, event: CacheEvent) -> None:
-        self._waiting.append(event)
-        self._next += 1
+        self._kept.append(event)
+        self.next += 1
 
-    def drain(self) -> CacheEvents:
-        """Everything since the last call."""
-        first = self._next - len(self._waiting)
-        events = CacheEvents(first, tuple(self._waiting), gap=first > self._drained)
-        self._waiting.clear()
-        self._drained = self._next
-        return events
+    def since(self, number: int) -> CacheEvents:
+        """The events from `number` on, as far as they are kept."""
+        oldest = self.next - len(self._kept)
+        first = max(number, oldest)
+        return CacheEvents(first, tuple(islice(self._kept, first - oldest, None)), gap=number < oldest)
 
 
 class _Entry:
@@ -87,7 +84,7 @@ class PrefixCache:
     """
 
     def __init__(self, events_kept: int = EVENTS_KEPT) -> None:
-        self.events = CacheEventBuffer(events_kept)
+        self.events = CacheEventLog(events_kept)
         self._by_hash: dict[bytes, _Entry] = {}
         self._by_block: dict[int, _Entry] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first

@@ -20,8 +20,8 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
    nothing more is admitted and no ticket granted before it is. Nothing is admitted in a step in which a decode lacks
    memory. One whose KV is in host memory is admitted alike, and runs when it is copied in. For the first one that
    does not fit, and for a ticket that was refused, sequences of stalled clients are preempted.
-   Before anything else running batch requests give way to interactive ones that wait, if the policy is `priority`
-   (`engine.displacement`).
+   Before anything else running batch requests give way to interactive ones that wait, or whose ticket was refused,
+   if the policy is `priority` (`engine.displacement`).
 5. *The prefill budget* is what the decodes leave, in tokens and in time, and is shared out so that a long prompt does
    not block short ones and every prompt ends (`engine.budget`).
 """
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.budget import Prefill, PrefillPlaces, prefill_budget, split_prefill_budget
-from engine.displacement import displace
+from engine.displacement import displace, standing_claim
 from engine.preemption import Shortage, headroom
 from pdcore.config import SchedulerConfig
 from pdcore.queueing import QueueState, Waiting, service_order
@@ -130,6 +130,7 @@ class SchedulerSnapshot:
         free_blocks: blocks that nobody uses, those that the prefix cache would give up among them.
         swap_room: free blocks of host memory.
         wanted_blocks: blocks that a ticket lacked which was refused since the last step.
+        claimed_blocks: blocks that an interactive request's ticket needs which was refused lately.
         queue: what the queue's policy knows. step_time: what steps take.
     """
 
@@ -139,6 +140,7 @@ class SchedulerSnapshot:
     block_size: int
     swap_room: int = 0
     wanted_blocks: int = 0
+    claimed_blocks: int = 0
     queue: QueueState = field(default_factory=QueueState)
     step_time: StepTime = field(default_factory=StepTime)
 
@@ -321,6 +323,7 @@ def _admit(
     places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
     growers = sum(view.may_grow for view in snapshot.sequences)
     free = memory.free
+    claim = standing_claim(snapshot, config)
     allowance = MAX_PASSED_OVER
     for view in (arrived[i] for i in order):
         # Each candidate is good for at least one token of budget and a place in the step; one that is copied in
@@ -336,6 +339,8 @@ def _admit(
             continue
         # Does not fit: look behind it, unless it has been passed over often enough.
         lacking = view.admit_cost + growers + headroom(view) - free
+        if view.priority is not PriorityClass.INTERACTIVE and view.passed_over < MAX_PASSED_OVER:
+            lacking += claim
         if lacking > 0:
             admission.lacking = admission.lacking or lacking
             allowance = min(allowance, MAX_PASSED_OVER - view.passed_over)

@@ -28,18 +28,20 @@ def take_snapshot(
     terms: PreemptionTerms | None = None,
     swap_room: int = 0,
     wanted_blocks: int = 0,
+    claimed_blocks: int = 0,
 ) -> SchedulerSnapshot:
     """The state as the scheduler sees it. Looks up in the prefix cache what it has of each waiting sequence, and
     notes the answer in ``Sequence.hits``.
 
     Args:
         book, max_num_seqs: of the queue, and how many may run at once. step_time: what steps take.
-        now: on the engine's clock. terms: how sequences are preempted. swap_room, wanted_blocks: see
+        now: on the engine's clock. terms: how sequences are preempted. swap_room, wanted_blocks, claimed_blocks: see
             `SchedulerSnapshot`.
     """
     # Each sequence takes one block of growth in a step at most: nobody is preempted for growth while there are as
     # many; batch ones may be for interactive ones that wait.
-    short = blocks.free < len(sequences) or any(
+    short = blocks.free < len(sequences) or claimed_blocks > 0
+    short = short or any(
         sequence.num_blocks == 0 and sequence.spec.priority is PriorityClass.INTERACTIVE
         for sequence in sequences.values()
     )
@@ -62,6 +64,7 @@ def take_snapshot(
         block_size=blocks.block_size,
         swap_room=swap_room,
         wanted_blocks=wanted_blocks,
+        claimed_blocks=claimed_blocks,
     )
 
 

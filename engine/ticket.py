@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pdcore.types import RequestSpec
+from pdcore.types import PriorityClass, RequestSpec
 
 if TYPE_CHECKING:  # this module is pure
     from engine.structured import OutputState
+
+
+CLAIM_S = 1.0
+"""Seconds that a claim lasts: several times what passes until a refused ticket is asked for again."""
 
 
 class Reservation(NamedTuple):
@@ -23,6 +27,17 @@ class Reservation(NamedTuple):
     blocks: list[int]
     prefix_tokens: int
     run_here: bool
+
+
+class Claim(NamedTuple):
+    """What an interactive request's ticket needs that was refused: `blocks`, until the time `until`."""
+
+    blocks: int
+    until: float
+
+    def blocks_at(self, now: float) -> int:
+        """Blocks that are claimed now; whoever needs them still asks for them again before a claim ends."""
+        return self.blocks if now < self.until else 0
 
 
 @dataclass(slots=True)
@@ -40,6 +55,11 @@ class Ticket:
     hashes: list[bytes]
     revoking: bool = False
     outputs: tuple[OutputState | None, ...] = (None,)
+
+    @property
+    def interactive(self) -> bool:
+        """Whether it is for an interactive request."""
+        return self.spec is not None and self.spec.priority is PriorityClass.INTERACTIVE
 
     def is_for(self, spec: RequestSpec) -> bool:
         """Whether KV of `spec` is what was reserved, as far as is known."""

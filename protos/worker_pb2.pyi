@@ -1164,6 +1164,41 @@ class RequestNotice(google.protobuf.message.Message):
 Global___RequestNotice: typing_extensions.TypeAlias = RequestNotice
 
 @typing.final
+class CacheEvents(google.protobuf.message.Message):
+    """What came into the worker's prefix cache and left it. A session's first ones tell all that is in it; the next go on
+    from there. A worker that has forgotten what this router has not heard of begins anew.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: builtins.int
+    RESET_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    first: builtins.int
+    """number of the first of these; they are numbered over the session, without gaps"""
+    reset: builtins.bool
+    """forget what was told before"""
+    names: builtins.bytes
+    """16 bytes a block: pdcore.hashing; a block comes behind the one before it"""
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of the names, in turn: n came, -n left"""
+
+    def __init__(
+        self,
+        *,
+        first: builtins.int = ...,
+        reset: builtins.bool = ...,
+        names: builtins.bytes = ...,
+        runs: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["first", b"first", "names", b"names", "reset", b"reset", "runs", b"runs"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___CacheEvents: typing_extensions.TypeAlias = CacheEvents
+
+@typing.final
 class Report(google.protobuf.message.Message):
     """One message per engine step (and per heartbeat), with the news of all of the router's requests."""
 
@@ -1173,6 +1208,7 @@ class Report(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     NOTICES_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    CACHE_FIELD_NUMBER: builtins.int
     draining: builtins.bool
     @property
     def load(self) -> Global___Load: ...
@@ -1180,6 +1216,10 @@ class Report(google.protobuf.message.Message):
     def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TokenEvent]: ...
     @property
     def notices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RequestNotice]: ...
+    @property
+    def cache(self) -> Global___CacheEvents:
+        """unset if there are none"""
+
     def __init__(
         self,
         *,
@@ -1187,10 +1227,11 @@ class Report(google.protobuf.message.Message):
         tokens: collections.abc.Iterable[Global___TokenEvent] | None = ...,
         notices: collections.abc.Iterable[Global___RequestNotice] | None = ...,
         draining: builtins.bool = ...,
+        cache: Global___CacheEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["load", b"load"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache", b"cache", "load", b"load"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "load", b"load", "notices", b"notices", "tokens", b"tokens"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache", b"cache", "draining", b"draining", "load", b"load", "notices", b"notices", "tokens", b"tokens"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Report: typing_extensions.TypeAlias = Report

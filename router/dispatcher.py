@@ -20,17 +20,19 @@ from pdcore.errors import (
     RequestError,
     Unavailable,
 )
-from pdcore.types import FinishReason, PriorityClass
+from pdcore.types import FinishReason
 from protos import kv_pb2, worker_pb2
 from protos.convert import logprobs_from_proto, spec_to_proto, stats_from_proto
-from router import tracker as effects_of
+from router import effects as effects_of
 from router.active import ActiveRequest, Counters, SampleGroup, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
-from router.policy import Mode, NoRoute, Route, RouteRequest, WorkerSnapshot, choose
+from router.effects import Effect
+from router.policy import Mode, Route
+from router.queue_pump import QueuePump
 from router.rebuild import FailedTransfer, TransferRates, after_failed_transfer, another_pair
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
-from router.tracker import Effect, FailureKind, RequestState, RequestTracker
+from router.tracker import FailureKind, RequestState, RequestTracker
 from router.validation import GenerationRequest
 from router.worker_client import WorkerClient
 from router.worker_pool import WorkerPool
@@ -39,7 +41,6 @@ logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S = 0.02
 MAX_BACKOFF_S = 0.5
-PUMP_INTERVAL_S = 0.001
 RECENT_IDS = 4096
 
 _FINISH = {
@@ -106,15 +107,19 @@ class Dispatcher:
         self._config = config
         self._clock = clock
         self._on_change = on_change
-        self._no_route_grace_s = config.worker_wait_s
         self._queue = AdmissionQueue(config.max_queue, config.queue)
         self._active: dict[str, ActiveRequest] = {}
         self._groups: dict[str, SampleGroup] = {}  # by the id that their client knows
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
-        self._pump_timer: asyncio.TimerHandle | None = None
-        self._wake_timer: asyncio.TimerHandle | None = None
-        self._no_route_timer: asyncio.TimerHandle | None = None
-        self._stopped = False
+        self._pump = QueuePump(
+            self._queue,
+            self.pool,
+            self._active,
+            clock,
+            no_route_grace_s=config.worker_wait_s,
+            perform=self.perform,
+            abandon=self._abandon,
+        )
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -176,7 +181,7 @@ class Dispatcher:
             priority=request.priority.name.lower(),
             tenant=request.tenant,
         )
-        self._pump()
+        self._pump.run()
         return [RunningRequest(self, active) for active in samples]
 
     def _begin(
@@ -258,10 +263,7 @@ class Dispatcher:
     async def stop(self) -> None:
         """End what still runs, then the sessions."""
         await self.drain(0.0)
-        self._stopped = True
-        for timer in (self._pump_timer, self._wake_timer, self._no_route_timer):
-            if timer is not None:
-                timer.cancel()
+        self._pump.stop()
         await self.pool.stop()
 
     # -- news from workers (SessionListener) ---------------------------------------------------------------------
@@ -299,7 +301,7 @@ class Dispatcher:
                             self.perform(sample, sample.tracker.part())
                     ticket = reply.granted
                     reason = f"the decode worker holds {ticket.prefix_tokens} of {ticket.num_tokens} tokens already"
-                    self._start(active, Route(Mode.LOCAL, worker_id, None, reason), self._clock.now())
+                    self._pump.start(active, Route(Mode.LOCAL, worker_id, None, reason), self._clock.now())
                     return
             self.perform(active, active.tracker.reserve_granted(worker_id, reply.attempt), reply.granted)
             return
@@ -342,8 +344,7 @@ class Dispatcher:
         for notice in report.notices:
             if notice.HasField("failed"):
                 self._on_failed(worker_id, notice)
-        if self._queue:
-            self._pump_soon()
+        self._pump.run_soon()
 
     def _on_phase(self, worker_id: str, notice: worker_pb2.RequestNotice) -> None:
         active, group = self._active.get(notice.request_id), self._groups.get(notice.request_id)
@@ -463,7 +464,7 @@ class Dispatcher:
             because=effect.reason,
         )
         self._queue.put_back(active.entry, not_before)
-        self._pump_soon()
+        self._pump.run_soon()
 
     def _regroup(self, trunk: ActiveRequest, effect: effects_of.Requeue, now: float) -> bool:
         """A trunk's attempt is lost. Its samples without a token wait for the next one; those that have one, from the
@@ -568,8 +569,11 @@ class Dispatcher:
         """A request has ended: there is room, or nothing left."""
         if not self._active:
             self._idle.set()
-        if self._queue:
-            self._pump_soon()
+        self._pump.run_soon()
+
+    def _workers_changed(self) -> None:
+        self._pump.workers_changed()
+        self._on_change()
 
     @contextmanager
     def _guard(self, active: ActiveRequest) -> Iterator[None]:
@@ -584,125 +588,6 @@ class Dispatcher:
         logger.error("internal error in request %s", request_id, exc_info=error, extra={"request_id": request_id})
         if active.tracker.state is not RequestState.ENDED:
             self._abandon(active, InternalError(f"internal error; request id {request_id}"))
-
-    # -- the queue -----------------------------------------------------------------------------------------------
-
-    def _pump(self) -> None:
-        """Start everything that can start now."""
-        if self._pump_timer is not None:
-            self._pump_timer.cancel()
-            self._pump_timer = None
-        now = self._clock.now()
-        while self._queue:
-            workers = self.pool.snapshots()
-            if not workers:
-                break
-
-            def route_for(entry: QueueEntry) -> Route | None:
-                return self._route(self._active[entry.request_id], workers, now)  # noqa: B023  # called at once
-
-            started = self._queue.start_next(now, route_for)
-            if started is None:
-                break
-            self._start(self._active[started.entry.request_id], started.route, now)
-        self._give_up_stranded(now)
-        self._arm_wake(now)
-
-    def _route(self, active: ActiveRequest, workers: Sequence[WorkerSnapshot], now: float) -> Route | None:
-        chosen = choose(self._route_request(active, now), workers)
-        if isinstance(chosen, NoRoute):
-            if chosen.busy:
-                active.no_route_since = None
-            elif active.no_route_since is None:
-                active.no_route_since = now
-            return None
-        active.no_route_since = None
-        return chosen
-
-    def _give_up_stranded(self, now: float) -> None:
-        """There are workers, but for the whole grace none that could ever take a request: it ends."""
-        if not self.pool.route_possible:
-            return  # `_give_up_waiting` sees to that, and names the cause
-        workers = self.pool.snapshots()
-        for active in [a for a in map(self._active.get, self._queue.waiting()) if a is not None]:
-            since = active.no_route_since
-            if since is None or now < since + self._no_route_grace_s:
-                continue
-            self._route(active, workers, now)  # a look may be long ago
-            if active.no_route_since is not None:
-                self._abandon(active, Unavailable("no connected worker's KV cache holds the request"))
-
-    def _route_request(self, active: ActiveRequest, now: float) -> RouteRequest:
-        tracker = active.tracker
-        return RouteRequest(
-            prompt_tokens=tracker.prompt_tokens,
-            total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
-            samples=max(1, sum(sample.waits for sample in active.branches)),
-            resumes=bool(tracker.delivered),
-            interactive=active.entry.priority is PriorityClass.INTERACTIVE,
-            rebuild=active.rebuild,
-            local_only=active.local_only,
-            exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
-            avoid=active.avoid,
-        )
-
-    def _start(self, active: ActiveRequest, route: Route, now: float) -> None:
-        tracker = active.tracker
-        joining = [sample for sample in active.branches if sample.waits]
-        effects = tracker.dispatch(
-            route, now, tuple(sample.tracker.join(route, now, tracker.timeline) for sample in joining)
-        )
-        for sample in joining:
-            sample.joined = sample.tracker.attempt
-        tokens = tracker.prompt_tokens
-        local = route.prefill is None
-        self.pool.assign(route.decode, tracker.key, prefill_tokens=tokens if local else 0, cache_tokens=tokens + 1)
-        if route.prefill is not None:
-            self.pool.assign(route.prefill, tracker.key, prefill_tokens=tokens, cache_tokens=tokens + 1)
-        self.perform(active, effects)
-
-    def _pump_soon(self) -> None:
-        """Many causes in a short time need one look at the queue."""
-        if self._pump_timer is None:
-            self._pump_timer = asyncio.get_running_loop().call_later(PUMP_INTERVAL_S, self._pump)
-
-    def _arm_wake(self, now: float) -> None:
-        """Look again when a delay or a refusal ends."""
-        if self._wake_timer is not None:
-            self._wake_timer.cancel()
-            self._wake_timer = None
-        waiting = [a for a in map(self._active.get, self._queue.waiting()) if a is not None]
-        times = [until for active in waiting for until in active.refused.values()]
-        times += [a.no_route_since + self._no_route_grace_s for a in waiting if a.no_route_since is not None]
-        wake = self._queue.next_wake(now)
-        due = [time for time in times if time > now] + ([] if wake is None else [wake])
-        if due:
-            delay = min(due) - now
-            self._wake_timer = asyncio.get_running_loop().call_later(delay, self._pump_soon)
-
-    def _workers_changed(self) -> None:
-        if self.pool.route_possible:
-            if self._no_route_timer is not None:
-                self._no_route_timer.cancel()
-                self._no_route_timer = None
-            if self._queue:
-                self._pump_soon()
-        elif self._no_route_timer is None:
-            self._arm_give_up()
-        self._on_change()
-
-    def _arm_give_up(self) -> None:
-        if self._stopped:
-            return  # the sessions' end is no news
-        loop = asyncio.get_running_loop()
-        self._no_route_timer = loop.call_later(self._no_route_grace_s, self._give_up_waiting)
-
-    def _give_up_waiting(self) -> None:
-        """No worker could take a request for the whole grace."""
-        problem = f"no decode or aggregated worker has been connected for {self._no_route_grace_s:g} s"
-        for request_id in self._queue.waiting():
-            self._abandon(self._active[request_id], Unavailable(problem))
-        self._arm_give_up()
 
 
 def _parts(active: ActiveRequest, attempt: int) -> list[ActiveRequest]:

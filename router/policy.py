@@ -220,11 +220,24 @@ def _least_prefill(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> 
 
 
 def _least_decode(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
+    """Batch requests give way to an interactive one, but where there is room nobody has to."""
+    room = {w.worker_id: _has_room(w, _ticket_blocks(request, w)) for w in workers}
     return min(
-        (worker for worker in workers if _has_room(worker, _ticket_blocks(request, worker))),
-        key=lambda w: (w.worker_id in request.avoid, w.requests, -w.free_blocks, w.decisions, w.worker_id),
+        (w for w in workers if room[w.worker_id] or (request.interactive and _makes_room(request, w))),
+        key=lambda w: (
+            w.worker_id in request.avoid,
+            not room[w.worker_id],
+            w.requests,
+            -w.free_blocks,
+            w.decisions,
+            w.worker_id,
+        ),
         default=None,
     )
+
+
+def _makes_room(request: RouteRequest, worker: WorkerSnapshot) -> bool:
+    return _has_room(worker, _ticket_blocks(request, worker), gives_way=True)
 
 
 def _can_prefill(request: RouteRequest, worker: WorkerSnapshot) -> bool:

@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass
 
 from pdcore.logprobs import Logprobs, joined
+from router.effects import Outcome
 from router.text import TextStream
-from router.tracker import Outcome, Timeline
+from router.tracker import Timeline
 
 PROMPT_TOKENS_AT_ONCE = 4096
 """Prompt tokens whose log-probabilities are in one chunk: with 20 likeliest each that is about 0.6 MB."""

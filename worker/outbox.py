@@ -64,13 +64,17 @@ class Outbox:
                 self._condition.wait(timeout_s)
             return not self._closed
 
-    def take(self, load: WorkerLoad, draining: bool) -> list[worker_pb2.SessionEvent]:
-        """All replies, then one report (a heartbeat if there is no news) with the load as it is now."""
+    def take(
+        self, load: WorkerLoad, draining: bool, cache: worker_pb2.CacheEvents | None
+    ) -> list[worker_pb2.SessionEvent]:
+        """All replies, then one report (a heartbeat if there is no news) with load and cache as they are now."""
         with self._condition:
             events, self._replies = self._replies, []
             report, self._report = self._report, worker_pb2.Report()
             self._dirty = False
         report.load.CopyFrom(load_to_proto(load))
         report.draining = draining
+        if cache is not None:
+            report.cache.CopyFrom(cache)
         events.append(worker_pb2.SessionEvent(report=report))
         return events

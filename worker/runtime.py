@@ -123,6 +123,7 @@ class WorkerRuntime:
         self.hub = SessionHub(
             welcome=self._welcome(),
             load=self.load,
+            cache=self.engine,
             steps=self.engine.last_steps,
             clock=self.clock,
             heartbeat_s=config.heartbeat_s,

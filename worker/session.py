@@ -25,6 +25,7 @@ from pdcore.errors import HandshakeRefused, InvalidRequest, PdserveError, Unavai
 from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, WorkerLoad
 from protos import worker_pb2, worker_pb2_grpc
 from protos.convert import spec_from_proto, ticket_from_proto, ticket_to_proto
+from worker.cache_news import CacheFollower, CacheSource
 from worker.events import steps_reply
 from worker.handler import RoleHandler, failed_notice, failure_of
 from worker.outbox import Outbox
@@ -41,6 +42,7 @@ class RouterSession:
     outbox: Outbox
     last_heard: float
     cancel: Callable[[], object]
+    cache: CacheFollower
     keys: set[RequestKey] = field(default_factory=set)
 
     def scoped(self, request_id: str, attempt: int) -> RequestKey:
@@ -56,7 +58,8 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
     """Serves `Worker.Session` and is the `Reporter` of the worker's role.
 
     Args:
-        welcome: answer to a Hello that fits. load: the load to report, now. steps: the last steps, so many at most.
+        welcome: answer to a Hello that fits. load: the load to report, now. cache: what routers hear of the prefix
+            cache. steps: the last steps, so many at most.
         heartbeat_s: seconds between reports without news. dead_after_s: silence that ends a session.
         on_crash: called if the watch over silent routers fails.
     """
@@ -66,6 +69,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         *,
         welcome: worker_pb2.Welcome,
         load: Callable[[], WorkerLoad],
+        cache: CacheSource,
         steps: Callable[[int], Sequence[StepRecord]],
         clock: Clock,
         heartbeat_s: float,
@@ -74,6 +78,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self._welcome = welcome
         self._load = load
+        self._cache = cache
         self._steps = steps
         self._clock = clock
         self._heartbeat_s = heartbeat_s
@@ -195,9 +200,12 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         reader.start()
         yield worker_pb2.SessionEvent(welcome=self._welcome)
         # At once, not a heartbeat later: a router does not choose a worker whose load it does not know.
-        yield from session.outbox.take(self._load(), self._draining)
+        yield from self._news(session)
         while session.outbox.wait(self._heartbeat_s):
-            yield from session.outbox.take(self._load(), self._draining)
+            yield from self._news(session)
+
+    def _news(self, session: RouterSession) -> list[worker_pb2.SessionEvent]:
+        return session.outbox.take(self._load(), self._draining, session.cache.take())
 
     def _check(self, hello: worker_pb2.Hello) -> None:
         if not hello.protocol_min <= PROTOCOL_VERSION <= hello.protocol_max:
@@ -217,7 +225,12 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
 
     def _begin(self, hello: worker_pb2.Hello, context: grpc.ServicerContext) -> RouterSession:
         session = RouterSession(
-            hello.router_id, hello.router_incarnation, Outbox(), self._clock.now(), cancel=context.cancel
+            hello.router_id,
+            hello.router_incarnation,
+            Outbox(),
+            self._clock.now(),
+            cancel=context.cancel,
+            cache=CacheFollower(self._cache),
         )
         with self._lock:
             old = self._sessions.get(session.router_id)

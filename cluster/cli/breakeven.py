@@ -35,7 +35,7 @@ def print_break_even(
     Ends the command with an error if the model or a number is no good, or the file cannot be written.
     """
     from cluster.break_even import DEFAULT_LINKS_GBIT, DEFAULT_TOKENS, break_even, show, to_dict
-    from cluster.config import kv_shape
+    from cluster.kv_shape import kv_shape
     from engine.model_store import resolve_model
     from kv_transfer.codec_speed import quick_costs
     from kv_transfer.codecs.registry import STANDARD, CodecRegistry

@@ -161,12 +161,9 @@ def _codecs(
             known["tc4"] = Tc4Codec(found[1])
         else:
             others = len(list(kept.glob(CALIBRATION_FILES)))
-            known_others = f" ({others} in {kept} are of other models or types)" if others else ""
-            console.print(
-                f"tc4 is not calibrated for this model yet{known_others}; that comes first and takes some minutes",
-                highlight=False,
-                soft_wrap=True,
-            )
+            console.print("tc4 is not calibrated for this model yet; that comes first (some minutes)")
+            if others:
+                console.print(f"({others} in {kept} are of other models or types)", highlight=False, soft_wrap=True)
             path, made = make_calibration(model, dtype, [], Console(stderr=True))
             save_calibration(made, path)
             console.print(f"calibration kept in {path}", highlight=False, soft_wrap=True)

@@ -8,8 +8,10 @@ from typing import get_args
 
 import pytest
 
-from cluster.config import ClusterConfig, CodecChoice, PoolSection, QueueSection, SchedulerSection, kv_bytes_per_token
+from cluster.config import ClusterConfig
 from cluster.config_file import load_config, to_yaml
+from cluster.config_sections import CodecChoice, PoolSection, QueueSection, SchedulerSection
+from cluster.kv_shape import kv_bytes_per_token
 from cluster.memory import available_memory
 from kv_transfer import frames
 from kv_transfer.codecs.registry import STANDARD

@@ -7,8 +7,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.displacement import displace, kept_batch
-from engine.scheduler import SchedulerSnapshot, SequenceView, schedule
+from engine.displacement import displace, kept_batch, standing_claim
+from engine.scheduler import MAX_PASSED_OVER, SchedulerSnapshot, SequenceView, schedule
 from pdcore.config import QueueConfig, SchedulerConfig
 from pdcore.types import PriorityClass, RequestKey
 
@@ -84,6 +84,50 @@ def test_who_has_just_come_back_is_left_alone() -> None:
 def test_other_policies_displace_nobody() -> None:
     config = replace(CONFIG, queue=QueueConfig("fcfs"))
     assert names([*FULL, waiting("i", INTERACTIVE)], free=9, config=config) == []
+
+
+def claimed(views: list[SequenceView], free: int, claim: int) -> SchedulerSnapshot:
+    return SchedulerSnapshot(tuple(views), (), free, BLOCK, claimed_blocks=claim)
+
+
+def test_a_ticket_that_was_refused_displaces_too() -> None:
+    gone = [view.key.request_id for view in displace(claimed(FULL, 1, 4), CONFIG)]
+    assert gone == ["b2", "b1"]
+    # Its blocks and those of the one that waits.
+    both = displace(claimed([*FULL, waiting("i", INTERACTIVE, blocks=1)], 0, 2), CONFIG)
+    assert [view.key.request_id for view in both] == ["b2", "b1"]
+
+
+def test_a_claim_that_cannot_be_met_changes_nothing() -> None:
+    """The oldest batch request keeps its place: there are four blocks to be had, and no fifth."""
+    shot = claimed(FULL[:3], 2, 5)
+    assert standing_claim(shot, CONFIG) == 0
+    assert displace(shot, CONFIG) == []
+    other = replace(CONFIG, queue=QueueConfig("fcfs"))
+    assert standing_claim(claimed(FULL, 4, 1), other) == 0
+
+
+def test_what_is_claimed_is_kept_from_others_but_not_from_interactive_ones_and_not_for_ever() -> None:
+    def admitted(view: SequenceView) -> bool:
+        return bool(schedule(claimed([running("s", STANDARD), view], 5, 4), CONFIG).admitted)
+
+    assert not admitted(waiting("b", BATCH))
+    assert not admitted(waiting("s2", STANDARD))
+    assert admitted(waiting("i", INTERACTIVE))
+    assert admitted(waiting("s2", STANDARD)._replace(passed_over=MAX_PASSED_OVER))
+
+
+@given(
+    holders=st.lists(st.tuples(st.sampled_from(PriorityClass), st.integers(1, 4)), max_size=8),
+    free=st.integers(0, 8),
+    claim=st.integers(1, 12),
+)
+def test_a_claim_is_met_by_as_few_as_possible_or_by_none(holders, free, claim) -> None:  # type: ignore[no-untyped-def]
+    views = [running(f"r{i}", priority, blocks=n, arrival=i) for i, (priority, n) in enumerate(holders)]
+    batch = [view for view in views if view.priority is BATCH][kept_batch(CONFIG) :][::-1]
+    gone = displace(claimed(views, free, claim), CONFIG)
+    enough = [k for k in range(len(batch) + 1) if free + sum(view.blocks for view in batch[:k]) >= claim]
+    assert gone == batch[: enough[0] if enough else 0]
 
 
 CLASSES = st.sampled_from(PriorityClass)

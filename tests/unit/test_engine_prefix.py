@@ -151,7 +151,7 @@ class TestHits:
         engines = [make_engine(FakeRunner(vocab_size=size)) for size in (250, 251)]
         for engine in engines:
             cached_tokens(engine, request("a", [1] * 20, vocab_size=250))
-        assert not set(engines[0].cached_names()) & set(engines[1].cached_names())
+        assert not set(engines[0].cached_names()[0]) & set(engines[1].cached_names()[0])
 
     def test_without_a_prefix_cache_nothing_is_kept(self) -> None:
         engine = make_engine(FakeRunner(), prefix_cache=False)
@@ -162,7 +162,7 @@ class TestHits:
         assert ticket.prefix_tokens == 0
         engine.release_ticket("t")
         assert engine.load().cached_blocks == 0
-        assert engine.drain_cache_events().events == ()
+        assert engine.cache_events(0).events == ()
         at_rest(engine)
 
     def test_queued_tokens_are_those_that_will_be_computed(self) -> None:
@@ -552,11 +552,11 @@ class TestEvents:
         last = 0
         for i in range(30):
             cached_tokens(engine, request(f"r{i}", prompt_of(i % 4, 40, i), 3))
-            first, events, gap = engine.drain_cache_events()
+            first, events, gap = engine.cache_events(last)
             assert (first, gap) == (last, False)
             last += len(events)
             for added, name in events:
                 assert added != (name in known)
                 (known.add if added else known.remove)(name)
-            assert known == set(engine.cached_names())
+            assert known == set(engine.cached_names()[0])
             assert len(known) == engine.load().cached_blocks

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.engine import Engine, SequenceKind
 from engine.step import StepOutput
+from engine.ticket import CLAIM_S
 from pdcore.clock import ManualClock
 from pdcore.config import QUEUE_POLICIES, QueueConfig
 from pdcore.types import PriorityClass, RequestSpec
@@ -144,6 +145,53 @@ class TestDisplacement:
         assert [token.key.request_id for token in result.tokens] == ["now"]
         tokens += [*result.tokens, *run(engine)]
         assert tokens_of(tokens, request("b", 20, 40)) == oracle(runner, request("b", 20, 40))[0]
+
+    def test_a_ticket_of_an_interactive_request_takes_blocks_and_has_them_when_it_comes_again(self) -> None:
+        runner, clock = FakeRunner(num_blocks=12), ManualClock()
+        engine = make_engine(
+            runner,
+            clock=clock,
+            budget=128,
+            max_num_seqs=4,
+            prefix_cache=False,
+            queue=QueueConfig(batch_share=0.25),
+        )
+        batch = [request(f"b{i}", 30, 40, priority=BATCH) for i in range(4)]
+        add(engine, *batch)
+        tokens = list(step(engine).tokens)  # type: ignore[union-attr]
+        assert engine.load().free_blocks == 4
+        urgent = request("now", 60, 3, priority=INTERACTIVE)
+        assert engine.reserve("standard", request("later", 60, 3)) is None
+        tokens += step(engine).tokens  # type: ignore[union-attr]
+        assert engine.load().preemptions == 0, "nobody gives way to a standard request"
+        assert engine.reserve("t", urgent) is None
+        for _ in range(3):  # until the router asks again, those that gave way are not let in
+            clock.advance(0.02)
+            tokens += step(engine).tokens  # type: ignore[union-attr]
+            assert engine.load().preemptions == 2
+        assert engine.reserve("t", urgent) is not None
+        first = oracle(runner, urgent)[0][0]
+        engine.commit_ticket("t", urgent, first)
+        tokens += run(engine)
+        assert len(tokens_of(tokens, urgent)) == 3
+        for spec in batch:
+            assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
+        assert engine.load().free_blocks == 12
+
+    def test_a_claim_ends_when_nobody_comes_for_it(self) -> None:
+        runner, clock = FakeRunner(num_blocks=12), ManualClock()
+        engine = make_engine(runner, clock=clock, budget=128, max_num_seqs=4, prefix_cache=False)
+        batch = [request(f"b{i}", 30, 40, priority=BATCH) for i in range(4)]
+        add(engine, *batch)
+        step(engine)
+        assert engine.reserve("t", request("now", 60, 3, priority=INTERACTIVE)) is None
+        step(engine)
+        step(engine)
+        load = engine.load()
+        assert (load.running, load.waiting) == (2, 2)
+        clock.advance(CLAIM_S)
+        step(engine)
+        assert engine.load().running > 2
 
     def test_batch_ends_under_a_stream_of_interactive_ones(self) -> None:
         """Its share of places is not taken away, and its share of starts lets it in."""

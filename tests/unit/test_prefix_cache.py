@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.blocks import BlockManager, Owner, OwnerKind
-from engine.prefix_cache import CacheEvent, CacheEventBuffer
+from engine.prefix_cache import CacheEvent, CacheEventLog
 from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
 from pdcore.placement import run_rest_here
 from pdcore.types import RequestKey
@@ -73,26 +73,24 @@ class TestNames:
 
 
 class TestEvents:
-    def test_are_numbered_and_drained_once(self) -> None:
-        events = CacheEventBuffer(8)
-        assert events.drain() == (0, (), False)
-        events.append(CacheEvent(True, b"a"))
-        events.append(CacheEvent(False, b"a"))
-        assert events.drain() == (0, (CacheEvent(True, b"a"), CacheEvent(False, b"a")), False)
-        events.append(CacheEvent(True, b"b"))
-        assert events.drain() == (2, (CacheEvent(True, b"b"),), False)
-        assert events.drain() == (3, (), False)
+    def test_are_numbered_and_told_to_whoever_asks_from_where_he_is(self) -> None:
+        log = CacheEventLog(8)
+        assert log.since(0) == (0, (), False)
+        log.append(CacheEvent(True, b"a"))
+        log.append(CacheEvent(False, b"a"))
+        assert log.since(0) == (0, (CacheEvent(True, b"a"), CacheEvent(False, b"a")), False)
+        assert log.since(1) == (1, (CacheEvent(False, b"a"),), False)
+        assert log.since(2) == (2, (), False)
+        assert log.next == 2
 
-    def test_a_gap_is_told_once_and_memory_is_bounded(self) -> None:
-        events = CacheEventBuffer(3)
+    def test_who_is_too_far_behind_is_told_and_memory_is_bounded(self) -> None:
+        log = CacheEventLog(3)
         for number in range(10):
-            events.append(CacheEvent(True, bytes([number])))
-        first, kept, gap = events.drain()
+            log.append(CacheEvent(True, bytes([number])))
+        first, kept, gap = log.since(6)
         assert (first, gap) == (7, True)
         assert [event.block_hash for event in kept] == [b"\7", b"\10", b"\11"]
-        for _ in range(3):
-            events.append(CacheEvent(True, b"x"))
-        assert events.drain()[::2] == (10, False)
+        assert log.since(7)[::2] == (7, False)
 
 
 class SharingMachine(RuleBasedStateMachine):
@@ -111,6 +109,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.used_at: dict[Path, int] = {}  # of cached paths; the end of the last use
         self.clock = 0
         self.count = 0
+        self.heard = 0  # events
         self.known: set[bytes] = set()  # names, as somebody knows them who listens to events only
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -209,8 +208,9 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule()
     def listen(self) -> None:
-        _, events, gap = self.blocks.cache.events.drain()
+        _, events, gap = self.blocks.cache.events.since(self.heard)
         assert not gap
+        self.heard += len(events)
         for added, name in events:
             assert (name in self.known) != added
             (self.known.add if added else self.known.remove)(name)

@@ -230,3 +230,16 @@ def test_samples_whose_ticket_no_pool_holds_run_as_a_whole() -> None:
     chosen = route(never, p(), replace(tiny, load=replace(tiny.load, free_blocks=7)))
     assert (chosen.mode, chosen.decode, chosen.reason) == (Mode.LOCAL, "d0", "kv_reservation_too_large")
     assert route(never, p(), tiny, d("d1")).decode == "d1"
+
+
+def test_an_interactive_request_goes_where_batch_ones_make_room_for_its_ticket() -> None:
+    full = worker("d0", Role.DECODE, replace(FREE, running=8, free_blocks=2, yielding_requests=3, yielding_blocks=6))
+    assert route(asks(100, interactive=True), p(), full).decode == "d0"
+    assert no_route(asks(100), p(), full).busy
+    assert no_route(asks(140, interactive=True), p(), full).busy, "9 blocks, and 8 are to be had"
+    # Nobody has to give way where another has room, busier or not.
+    busy = d("d1", running=7, free=20)
+    assert (
+        route(asks(100, interactive=True), p(), replace(full, load=replace(full.load, running=2)), busy).decode
+        == "d1"
+    )

@@ -6,9 +6,10 @@ import asyncio
 
 from pdcore.logprobs import Logprobs
 from pdcore.types import FinishReason
+from router.effects import Outcome
 from router.stream import PROMPT_TOKENS_AT_ONCE, RequestStream, Terminal
 from router.text import TextStream
-from router.tracker import Outcome, Timeline
+from router.tracker import Timeline
 
 
 class Letters:

@@ -14,21 +14,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdcore.errors import DeadlineExceeded, InvalidRequest, ReplaysExhausted
 from pdcore.logprobs import Logprobs
 from pdcore.types import FinishReason, KvTransferStats, SamplingParams
-from router.policy import Mode, Route
-from router.tracker import (
+from router.effects import (
     Effect,
     Ended,
-    FailureKind,
     PrefillComputed,
     Release,
-    RequestState,
-    RequestTracker,
     Requeue,
     SendCredit,
     SendGenerate,
     SendPrefill,
     SendReserve,
 )
+from router.policy import Mode, Route
+from router.tracker import FailureKind, RequestState, RequestTracker
 
 STATS = KvTransferStats(1, 100, 50, "raw", "grpc", 0.01)
 DISAGGREGATED = Route(Mode.DISAGGREGATED, "d0", "p0", "test")

@@ -1,0 +1,182 @@
+"""Starts waiting requests when there is room for them, and ends those for which there will be none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+from pdcore.clock import Clock
+from pdcore.errors import RequestError, Unavailable
+from pdcore.types import PriorityClass
+from router.active import ActiveRequest
+from router.admission import AdmissionQueue, QueueEntry
+from router.effects import Effect
+from router.policy import NoRoute, Route, RouteRequest, WorkerSnapshot, choose
+from router.worker_pool import WorkerPool
+
+PUMP_INTERVAL_S = 0.001
+
+
+class QueuePump:
+    """Between the queue and the workers. Everything happens on one event loop.
+
+    Args:
+        active: the requests that have not ended, by id.
+        no_route_grace_s: seconds that requests wait while no worker could ever take them.
+        perform: carries out what a request's tracker decided. abandon: ends a request with an error.
+    """
+
+    def __init__(
+        self,
+        queue: AdmissionQueue,
+        pool: WorkerPool,
+        active: Mapping[str, ActiveRequest],
+        clock: Clock,
+        *,
+        no_route_grace_s: float,
+        perform: Callable[[ActiveRequest, Sequence[Effect]], None],
+        abandon: Callable[[ActiveRequest, RequestError], None],
+    ) -> None:
+        self._queue = queue
+        self._pool = pool
+        self._active = active
+        self._clock = clock
+        self._no_route_grace_s = no_route_grace_s
+        self._perform = perform
+        self._abandon = abandon
+        self._stopped = False
+        self._soon_timer: asyncio.TimerHandle | None = None
+        self._wake_timer: asyncio.TimerHandle | None = None
+        self._no_route_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def patience_is_running(self) -> bool:
+        """Whether waiting requests will be ended for want of workers, unless one comes."""
+        return self._no_route_timer is not None and not self._no_route_timer.cancelled()
+
+    def run(self) -> None:
+        """Start everything that can start now."""
+        if self._soon_timer is not None:
+            self._soon_timer.cancel()
+            self._soon_timer = None
+        now = self._clock.now()
+        while self._queue:
+            workers = self._pool.snapshots()
+            if not workers:
+                break
+
+            def route_for(entry: QueueEntry) -> Route | None:
+                return self._route(self._active[entry.request_id], workers, now)  # noqa: B023  # called at once
+
+            started = self._queue.start_next(now, route_for)
+            if started is None:
+                break
+            self.start(self._active[started.entry.request_id], started.route, now)
+        self._give_up_stranded(now)
+        self._arm_wake(now)
+
+    def run_soon(self) -> None:
+        """Many causes in a short time need one look at the queue."""
+        if self._soon_timer is None and self._queue:
+            self._soon_timer = asyncio.get_running_loop().call_later(PUMP_INTERVAL_S, self.run)
+
+    def start(self, active: ActiveRequest, route: Route, now: float) -> None:
+        """Begin a request's next attempt."""
+        tracker = active.tracker
+        joining = [sample for sample in active.branches if sample.waits]
+        branches = tuple(sample.tracker.join(route, now, tracker.timeline) for sample in joining)
+        effects = tracker.dispatch(route, now, branches)
+        for sample in joining:
+            sample.joined = sample.tracker.attempt
+        tokens = tracker.prompt_tokens
+        local = route.prefill is None
+        self._pool.assign(route.decode, tracker.key, prefill_tokens=tokens if local else 0, cache_tokens=tokens + 1)
+        if route.prefill is not None:
+            self._pool.assign(route.prefill, tracker.key, prefill_tokens=tokens, cache_tokens=tokens + 1)
+        self._perform(active, effects)
+
+    def workers_changed(self) -> None:
+        """Workers came or went, or changed their role."""
+        if self._pool.route_possible:
+            if self._no_route_timer is not None:
+                self._no_route_timer.cancel()
+                self._no_route_timer = None
+            self.run_soon()
+        elif self._no_route_timer is None:
+            self._arm_give_up()
+
+    def stop(self) -> None:
+        """Start nothing any more: the sessions' end is no news."""
+        self._stopped = True
+        for timer in (self._soon_timer, self._wake_timer, self._no_route_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def _route(self, active: ActiveRequest, workers: Sequence[WorkerSnapshot], now: float) -> Route | None:
+        chosen = choose(_asked(active, now), workers)
+        if isinstance(chosen, NoRoute):
+            if chosen.busy:
+                active.no_route_since = None
+            elif active.no_route_since is None:
+                active.no_route_since = now
+            return None
+        active.no_route_since = None
+        return chosen
+
+    def _give_up_stranded(self, now: float) -> None:
+        """There are workers, but for the whole grace none that could ever take a request: it ends."""
+        if not self._pool.route_possible:
+            return  # `_give_up_waiting` sees to that, and names the cause
+        workers = self._pool.snapshots()
+        for active in self._waiting():
+            since = active.no_route_since
+            if since is None or now < since + self._no_route_grace_s:
+                continue
+            self._route(active, workers, now)  # a look may be long ago
+            if active.no_route_since is not None:
+                self._abandon(active, Unavailable("no connected worker's KV cache holds the request"))
+
+    def _arm_wake(self, now: float) -> None:
+        """Look again when a delay or a refusal ends."""
+        if self._wake_timer is not None:
+            self._wake_timer.cancel()
+            self._wake_timer = None
+        waiting = self._waiting()
+        times = [until for active in waiting for until in active.refused.values()]
+        times += [a.no_route_since + self._no_route_grace_s for a in waiting if a.no_route_since is not None]
+        wake = self._queue.next_wake(now)
+        due = [time for time in times if time > now] + ([] if wake is None else [wake])
+        if due:
+            delay = min(due) - now
+            self._wake_timer = asyncio.get_running_loop().call_later(delay, self.run_soon)
+
+    def _arm_give_up(self) -> None:
+        if not self._stopped:
+            loop = asyncio.get_running_loop()
+            self._no_route_timer = loop.call_later(self._no_route_grace_s, self._give_up_waiting)
+
+    def _give_up_waiting(self) -> None:
+        """No worker could take a request for the whole grace."""
+        problem = f"no decode or aggregated worker has been connected for {self._no_route_grace_s:g} s"
+        for request_id in self._queue.waiting():
+            self._abandon(self._active[request_id], Unavailable(problem))
+        self._arm_give_up()
+
+    def _waiting(self) -> list[ActiveRequest]:
+        return [active for active in map(self._active.get, self._queue.waiting()) if active is not None]
+
+
+def _asked(active: ActiveRequest, now: float) -> RouteRequest:
+    """What a route is asked for."""
+    tracker = active.tracker
+    return RouteRequest(
+        prompt_tokens=tracker.prompt_tokens,
+        total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
+        samples=max(1, sum(sample.waits for sample in active.branches)),
+        resumes=bool(tracker.delivered),
+        interactive=active.entry.priority is PriorityClass.INTERACTIVE,
+        rebuild=active.rebuild,
+        local_only=active.local_only,
+        exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
+        avoid=active.avoid,
+    )
