@@ -21,8 +21,9 @@ from dataclasses import replace
 
 from engine.engine import Engine, StepPlan, StepResult
 from engine.sequence import SequenceKind
+from kv_transfer.messages import Revocation
 from kv_transfer.receiver import KvReceiver
-from pdcore.errors import PdserveError, TicketError, TransferError
+from pdcore.errors import PdserveError, TicketError, TicketRevoked, TransferError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
 from worker.events import prefill_notice, prompt_logprobs_notice, token_event
@@ -183,7 +184,7 @@ class DecodeHandler:
         if wanted:
             if failed:
                 # Revoked for want of blocks: no fault of anybody's, and not to be counted as one.
-                error = NoRoom(reason) if reason == _REVOKED else TicketError(reason)
+                error = TicketRevoked(reason) if isinstance(reason, Revocation) else TicketError(reason)
                 self._reporter.notice(key, failed_notice(error))
             self._reporter.forget(key)
         self._wake()

@@ -48,7 +48,7 @@ def displace(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> list[Seque
     places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
     free = _free(snapshot)
     displaced = 0
-    while free < claim:
+    while claim and free < claim:
         places += victims[displaced].has_credit
         free += _frees(victims[displaced])
         displaced += 1

@@ -130,8 +130,8 @@ class SchedulerSnapshot:
         free_blocks: blocks that nobody uses, those that the prefix cache would give up among them.
         swap_room: free blocks of host memory.
         wanted_blocks: blocks that a ticket lacked which was refused since the last step.
-        claimed_blocks: blocks that an interactive request's ticket needs which was refused lately.
         queue: what the queue's policy knows. step_time: what steps take.
+        claimed_blocks: blocks that an interactive request's ticket needs which was refused lately.
     """
 
     sequences: tuple[SequenceView, ...]
@@ -140,9 +140,9 @@ class SchedulerSnapshot:
     block_size: int
     swap_room: int = 0
     wanted_blocks: int = 0
-    claimed_blocks: int = 0
     queue: QueueState = field(default_factory=QueueState)
     step_time: StepTime = field(default_factory=StepTime)
+    claimed_blocks: int = 0
 
 
 class ScheduledChunk(NamedTuple):

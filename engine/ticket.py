@@ -11,8 +11,8 @@ if TYPE_CHECKING:  # this module is pure
     from engine.structured import OutputState
 
 
-CLAIM_S = 1.0
-"""Seconds that a claim lasts: several times what passes until a refused ticket is asked for again."""
+CLAIM_S = 0.6
+"""Seconds that a claim lasts: a little more than ever passes until a router asks again."""
 
 
 class Reservation(NamedTuple):

@@ -181,8 +181,14 @@ class Committed(NamedTuple):
     ref: TicketRef
 
 
+class Revocation(str):
+    """A reason for refusing a ticket that is nobody's fault: its owner needed the memory, others may have some."""
+
+    __slots__ = ()
+
+
 class TicketRefused(NamedTuple):
-    """The ticket is not, or no longer, to be filled."""
+    """The ticket is not, or no longer, to be filled. The reason may be a `Revocation`."""
 
     ref: TicketRef
     reason: str

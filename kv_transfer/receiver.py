@@ -29,7 +29,7 @@ from kv_transfer.inbound import FrameJob, InboundStream, ReceiverCounters, Strea
 from kv_transfer.inbound_lanes import InboundLane, InboundLanes, PairLimit
 from kv_transfer.lanes import FrameSink, ReceiveLane
 from kv_transfer.manifest import Manifest, TicketRef
-from kv_transfer.messages import Abort, Hello, LaneOpen
+from kv_transfer.messages import Abort, Hello, LaneOpen, Revocation
 from kv_transfer.negotiation import GRPC, Site, negotiate
 from kv_transfer.receiving import CommitTicket, RejectFrame, ReleaseTicket
 from kv_transfer.site import local_offer
@@ -191,9 +191,9 @@ class KvReceiver:
         self._desk.perform(effects)
 
     def revoke(self, key: RequestKey, reason: str) -> None:
-        """Take a ticket back against its request's interest: `TicketHost.on_release` hears that it failed."""
+        """Take a ticket back for want of memory: `TicketHost.on_release` hears that it failed by a `Revocation`."""
         with self._desk.lock:
-            effects = self._desk.table.release(key, reason, failed=True)
+            effects = self._desk.table.release(key, Revocation(reason), failed=True)
         self._desk.perform(effects)
 
     @property

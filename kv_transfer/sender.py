@@ -25,6 +25,7 @@ from kv_transfer.codec_speed import assumed_costs
 from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.lanes import LoadedFrame
 from kv_transfer.manifest import MAX_REASON_CHARS
+from kv_transfer.messages import Revocation
 from kv_transfer.negotiation import GRPC
 from kv_transfer.outbound import CodecCounters, Delivery, FrameTurn, Send, SenderCounters, next_attempt
 from kv_transfer.packing import PackedFrame, pack_frame
@@ -55,7 +56,7 @@ from kv_transfer.transports.catalog import SendLanes
 from pdcore.clock import Clock
 from pdcore.config import TransferConfig
 from pdcore.costs import CodecCost
-from pdcore.errors import FrameError, TicketError, TransferError, TransferTimeout
+from pdcore.errors import FrameError, TicketError, TicketRevoked, TransferError, TransferTimeout
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, RequestKey
 
@@ -455,7 +456,8 @@ def _error(failure: SendFailure) -> TransferError:
         case FailureKind.ABORTED:
             return refusal(f"aborted: {failure.reason}")
         case FailureKind.REFUSED:
-            return TicketError(failure.reason)
+            revoked = isinstance(failure.reason, Revocation)
+            return TicketRevoked(failure.reason) if revoked else TicketError(failure.reason)
         case FailureKind.FRAME:
             return FrameError(failure.reason)
         case FailureKind.TIMEOUT:

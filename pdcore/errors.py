@@ -18,7 +18,8 @@
     |  `- UnsupportedModel          it is well formed, but needs something that is not implemented
     |- HandshakeRefused             two processes do not fit together: names both values
     `- TransferError                a KV transfer failed; `retryable` says whether trying again can help
-       |- TicketError               unknown, stale, expired, revoked or exhausted ticket
+       |- TicketError               unknown, stale, expired or exhausted ticket
+       |  `- TicketRevoked          taken back for want of memory: tried again, and not counted as a failure
        |- FrameError                a frame that is malformed, does not fit its ticket, or fails its checksum
        `- TransferTimeout           no progress within the bound
 """
@@ -139,6 +140,10 @@ class TicketError(TransferError):
     """A ticket that is unknown, stale (wrong generation), expired, revoked, or used out of range."""
 
     retryable = False
+
+
+class TicketRevoked(TicketError):
+    """The decode worker took the ticket back, for it needs the memory: nobody's fault."""
 
 
 class FrameError(TransferError):

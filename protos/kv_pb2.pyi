@@ -789,7 +789,10 @@ class TicketRefused(google.protobuf.message.Message):
 
     TICKET_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    REVOKED_FIELD_NUMBER: builtins.int
     reason: builtins.str
+    revoked: builtins.bool
+    """for want of memory: nobody's fault"""
     @property
     def ticket(self) -> Global___TicketRef: ...
     def __init__(
@@ -797,10 +800,11 @@ class TicketRefused(google.protobuf.message.Message):
         *,
         ticket: Global___TicketRef | None = ...,
         reason: builtins.str = ...,
+        revoked: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["ticket", b"ticket"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["reason", b"reason", "ticket", b"ticket"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["reason", b"reason", "revoked", b"revoked", "ticket", b"ticket"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___TicketRefused: typing_extensions.TypeAlias = TicketRefused

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from engine.engine import StepPlan, StepResult
-from pdcore.errors import InvalidRequest, PdserveError, TransferError, Unavailable
+from pdcore.errors import InvalidRequest, PdserveError, TicketRevoked, TransferError, Unavailable
 from pdcore.types import KvTicket, KvTransferStats, RequestKey, RequestSpec
 from protos import worker_pb2
 from protos.convert import stats_to_proto
@@ -98,7 +98,7 @@ def failure_of(error: PdserveError) -> worker_pb2.RequestFailed:
     """How an error is told to a router."""
     if isinstance(error, InvalidRequest | NotMyRole):
         code = worker_pb2.FAILURE_CODE_INVALID
-    elif isinstance(error, NoRoom):
+    elif isinstance(error, NoRoom | TicketRevoked):
         code = worker_pb2.FAILURE_CODE_OVERLOADED
     elif isinstance(error, Unavailable):
         code = worker_pb2.FAILURE_CODE_DRAINING

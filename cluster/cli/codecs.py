@@ -163,7 +163,7 @@ def _codecs(
             others = len(list(kept.glob(CALIBRATION_FILES)))
             console.print("tc4 is not calibrated for this model yet; that comes first (some minutes)")
             if others:
-                console.print(f"({others} in {kept} are of other models or types)", highlight=False, soft_wrap=True)
+                console.print(f"({others} in {kept} are of other models)", highlight=False, soft_wrap=True)
             path, made = make_calibration(model, dtype, [], Console(stderr=True))
             save_calibration(made, path)
             console.print(f"calibration kept in {path}", highlight=False, soft_wrap=True)

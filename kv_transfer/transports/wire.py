@@ -18,6 +18,7 @@ from kv_transfer.messages import (
     Piece,
     PushMessage,
     PushReply,
+    Revocation,
     TicketRefused,
     Welcome,
 )
@@ -152,7 +153,9 @@ def reply_to_proto(reply: PushReply) -> kv_pb2.PushReply:
         case Committed():
             return kv_pb2.PushReply(committed=kv_pb2.Committed(ticket=ref_to_proto(reply.ref)))
         case TicketRefused():
-            return kv_pb2.PushReply(refused=kv_pb2.TicketRefused(ticket=ref_to_proto(reply.ref), reason=reply.reason))
+            revoked = isinstance(reply.reason, Revocation)
+            refused = kv_pb2.TicketRefused(ticket=ref_to_proto(reply.ref), reason=reply.reason, revoked=revoked)
+            return kv_pb2.PushReply(refused=refused)
         case Welcome():
             return kv_pb2.PushReply(
                 welcome=kv_pb2.PushWelcome(
@@ -190,7 +193,8 @@ def reply_from_proto(reply: kv_pb2.PushReply) -> PushReply:
         case "committed":
             return Committed(ref_from_proto(reply.committed.ticket))
         case "refused":
-            return TicketRefused(ref_from_proto(reply.refused.ticket), reply.refused.reason)
+            reason = Revocation(reply.refused.reason) if reply.refused.revoked else reply.refused.reason
+            return TicketRefused(ref_from_proto(reply.refused.ticket), reason)
         case "welcome":
             welcome = reply.welcome
             return Welcome(

@@ -262,7 +262,8 @@ async def test_samples_that_end_before_the_rest_is_there_are_not_counted(model: 
         await settled(cluster)
 
 
-async def test_a_revoked_ticket_is_no_replay(model: Path) -> None:
+@pytest.mark.parametrize("who_speaks_first", ["d0", "p0"])
+async def test_a_revoked_ticket_is_no_replay(model: Path, who_speaks_first: str) -> None:
     """Revoked for want of room after the first tokens: nobody's fault, for one sample or several."""
     async with NullCluster(model, pair(), max_replays=0) as cluster:
         worker, revoked = cluster["d0"], False
@@ -273,8 +274,14 @@ async def test_a_revoked_ticket_is_no_replay(model: Path) -> None:
                 revoked = True
                 await until(lambda: all(len(a.tracker.delivered) == 1 for a in samples()), "first tokens")
                 failed = worker_pb2.RequestFailed(code=worker_pb2.FAILURE_CODE_OVERLOADED, message="revoked")
-                worker._notice(worker.held[key], failed=failed)
-                worker._release(worker.held[key])
+                job = worker.held[key]
+                job.revoked = True
+                if who_speaks_first == "d0":
+                    worker._notice(job, failed=failed)
+                worker._release(job)
+                if who_speaks_first == "p0":
+                    await asyncio.sleep(0.2)
+                    worker._notice(job, failed=failed)
 
         def samples() -> list[ActiveRequest]:
             return [cluster.dispatcher._active[name] for name in SAMPLES]

@@ -50,6 +50,7 @@ class _Job:
     credit: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     unwanted: set[RequestKey] = field(default_factory=set)  # branches that were aborted before there were any
+    revoked: bool = False  # its ticket, for want of memory
 
     @property
     def samples(self) -> list[worker_pb2.WorkerRequest]:
@@ -324,14 +325,16 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             self._release(job)
             return
         await self._at("manifest", job)
-        problem = await self._push(job, command.ticket, [self.script(sample, index) for sample in samples])
-        if problem:
-            failed = worker_pb2.RequestFailed(code=worker_pb2.FAILURE_CODE_TRANSFER, message=problem)
+        failed = await self._push(job, command.ticket, [self.script(sample, index) for sample in samples])
+        if failed is not None:
             self._notice(job, failed=failed)
         self._release(job)
 
-    async def _push(self, job: _Job, ticket: kv_pb2.Ticket, first_tokens: list[int]) -> str:
+    async def _push(
+        self, job: _Job, ticket: kv_pb2.Ticket, first_tokens: list[int]
+    ) -> worker_pb2.RequestFailed | None:
         """Commit the ticket at the decode worker; returns what went wrong."""
+        failed = worker_pb2.RequestFailed(code=worker_pb2.FAILURE_CODE_TRANSFER, message="the stream ended")
         (endpoint,) = ticket.endpoints
         ref = kv_pb2.TicketRef(ticket_id=endpoint.ticket_id, generation=endpoint.generation)
         manifest = kv_pb2.Manifest(
@@ -348,12 +351,14 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             try:
                 async for reply in call:
                     if reply.HasField("committed"):
-                        return ""
+                        return None
                     if reply.HasField("refused"):
-                        return str(reply.refused.reason)
+                        failed.message = reply.refused.reason
+                        if reply.refused.revoked:
+                            failed.code = worker_pb2.FAILURE_CODE_OVERLOADED
             except grpc.aio.AioRpcError as error:
-                return str(error.details())
-        return "the stream ended"
+                failed.message = str(error.details())
+        return failed
 
     async def Push(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         await context.read()
@@ -366,7 +371,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             return
         await self._at("commit", job)
         if self.held.get(job.key) is not job:
-            refused = kv_pb2.TicketRefused(ticket=manifest.ticket, reason="released")
+            refused = kv_pb2.TicketRefused(ticket=manifest.ticket, reason="released", revoked=job.revoked)
             await context.write(kv_pb2.PushReply(refused=refused))
             return
         job.phase = "sequence"

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.engine import Reservation, SequenceKind, StepPlan
 from engine.step import StepOutput
+from engine.ticket import CLAIM_S
 from pdcore.clock import ManualClock
 from pdcore.config import QUEUE_POLICIES, QueueConfig
 from pdcore.types import FinishReason, PriorityClass, RequestKey, RequestSpec
@@ -71,6 +72,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.budget, self.max_num_seqs, self.chunk = max_num_seqs + more_budget, max_num_seqs, chunk
         self.revoked: list[str] = []
         self.clock, self.copier = ManualClock(), ManualCopier()
+        self.clock = ManualClock()
         self.engine = make_engine(
             self.runner,
             budget=self.budget,
@@ -86,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
             copier=self.copier,
             queue=QueueConfig(policy, batch_share=0.2),
             max_partial_prefills=partial,
+            clock=self.clock,
             long_prefill_tokens=6,
         )
         self.source_runner = FakeRunner(num_blocks=64, block_size=source_block_size, vocab_size=VOCAB)
@@ -373,6 +376,7 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.has_work():
                 break
             moving = bool(self.copier.waiting)
+            self.clock.advance(CLAIM_S)  # nobody comes for what was claimed
             self.copier.finish_all()
             self.schedule()
             if self.plan is None:

@@ -24,6 +24,7 @@ from kv_transfer.messages import (
     ProcessGroupOpening,
     PushMessage,
     PushReply,
+    Revocation,
     ShmRing,
     TicketRefused,
     Welcome,
@@ -113,6 +114,13 @@ def test_an_end_that_knows_of_no_lanes_is_spoken_to_on_the_stream() -> None:
 def test_what_makes_no_sense_is_an_error(message: kv_pb2.PushMessage) -> None:
     with pytest.raises(FrameError):
         message_from_proto(message)
+
+
+@pytest.mark.parametrize("reason", ["stale", Revocation("no room")])
+def test_a_revocation_arrives_as_one(reason: str) -> None:
+    reply = reply_from_proto(reply_to_proto(TicketRefused(REF, reason)))
+    assert isinstance(reply, TicketRefused)
+    assert (reply.reason, type(reply.reason)) == (reason, type(reason))
 
 
 def test_a_reply_of_no_kind_is_an_error() -> None:
