@@ -72,7 +72,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.budget, self.max_num_seqs, self.chunk = max_num_seqs + more_budget, max_num_seqs, chunk
         self.revoked: list[str] = []
         self.clock, self.copier = ManualClock(), ManualCopier()
-        self.clock = ManualClock()
         self.engine = make_engine(
             self.runner,
             budget=self.budget,
@@ -88,7 +87,6 @@ class EngineMachine(RuleBasedStateMachine):
             copier=self.copier,
             queue=QueueConfig(policy, batch_share=0.2),
             max_partial_prefills=partial,
-            clock=self.clock,
             long_prefill_tokens=6,
         )
         self.source_runner = FakeRunner(num_blocks=64, block_size=source_block_size, vocab_size=VOCAB)
