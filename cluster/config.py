@@ -202,6 +202,7 @@ class ClusterConfig(Section):
             ),
             drain_timeout_s=self.drain_timeout_s,
             queue=self.queue.to_config(),
+            policy=section.policy,
         )
 
     def check(self) -> None:

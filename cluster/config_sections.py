@@ -225,6 +225,11 @@ class RouterSection(Section):
         default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
     )
     grpc_port: int = Field(default=50051, ge=0, le=65535, description="public gRPC port; 0 picks a free one")
+    policy: Literal["cost", "least_loaded", "power_of_two", "prefix_affinity", "round_robin"] = Field(
+        default="cost",
+        description="which of the workers that could take a request gets it; cost: where its client is expected to "
+        "wait least, by measured step times, queues and cached prompts; docs/routing.md describes them",
+    )
     max_queue: int = Field(default=256, ge=1, description="requests that may wait for a worker; more are shed")
     token_window: int = Field(
         default=64, ge=1, description="tokens per request that the client has not taken yet, at most"

@@ -32,6 +32,8 @@ KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
 QUEUE_POLICIES = ("fcfs", "sjf", "fair", "priority", "static")
 """Orders of waiting requests; `pdcore.queueing` describes them."""
+ROUTING_POLICIES = ("cost", "least_loaded", "power_of_two", "prefix_affinity", "round_robin")
+"""Ways to choose among workers; `router.ranking` describes them."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
 MODEL_IMPLS = ("auto", "native", "transformers")
@@ -382,7 +384,7 @@ class RouterConfig:
         max_message_bytes: gRPC message limit, both ways.
         drain_timeout_s: seconds that running requests get after SIGTERM.
         kv_codec_by_class: codecs of the requests that ask for none.
-        queue: in which order waiting requests are started.
+        queue: in which order waiting requests are started. policy: which workers they are started on.
     """
 
     router_id: str
@@ -404,8 +406,10 @@ class RouterConfig:
     drain_timeout_s: float = 30.0
     kv_codec_by_class: KvCodecByClass = field(default_factory=KvCodecByClass)
     queue: QueueConfig = field(default_factory=QueueConfig)
+    policy: str = "cost"
 
     def __post_init__(self) -> None:
+        _require(self.policy in ROUTING_POLICIES, "router.policy", self.policy, ", ".join(ROUTING_POLICIES))
         _require(0 <= self.grpc_port < 65536, "router.grpc_port", self.grpc_port, "0 to 65535")
         for key in ("max_queue", "token_window", "max_running_per_worker"):
             _require(getattr(self, key) >= 1, f"router.{key}", getattr(self, key), "an integer >= 1")

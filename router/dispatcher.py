@@ -116,6 +116,8 @@ class Dispatcher:
             self.pool,
             self._active,
             clock,
+            policy=config.policy,
+            transfer_ms=lambda: self._rates.token_ms,
             no_route_grace_s=config.worker_wait_s,
             perform=self.perform,
             abandon=self._abandon,

@@ -5,17 +5,18 @@ A request runs in one of two modes::
     disaggregated   prefill worker P computes the prompt and ships its KV to decode worker D
     local           one aggregated (or decode) worker runs both phases
 
-Loads are pushed and thus a little old. What this router has sent since is added, see `WorkerSnapshot`, so that a
-burst between two reports does not pile up on one worker.
+Here is which workers could take it, and in which mode; which of them is the best is `router.ranking`'s business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
-from pdcore.types import Role, WorkerLoad
+from pdcore.types import Role
+from router.ranking import Wanted, best_decode, best_prefill, best_whole
+from router.snapshot import WorkerSnapshot
 
 
 class Mode(StrEnum):
@@ -23,71 +24,6 @@ class Mode(StrEnum):
 
     DISAGGREGATED = "disaggregated"
     LOCAL = "local"
-
-
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """Work that this router has given to a worker.
-
-    Attributes:
-        requests: requests on it. prefill_tokens: prompt tokens sent to it, or planned, and not known to be computed.
-        longest_prefill: the largest share of one request in that.
-        new_requests, new_prefill_tokens, new_blocks: the part sent after the worker's last report, which that report
-            cannot contain.
-    """
-
-    requests: int = 0
-    prefill_tokens: int = 0
-    longest_prefill: int = 0
-    new_requests: int = 0
-    new_prefill_tokens: int = 0
-    new_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSnapshot:
-    """A connected worker as the router sees it.
-
-    Attributes:
-        load: its last report. mine: what this router has on it.
-        block_size: tokens per KV block. max_requests: sequences it may hold.
-        max_queued_prefill_tokens: prompt tokens that it may hold queued, its longest prompt not counted.
-        decisions: requests ever sent to it by this router; breaks ties, so that equals take turns.
-    """
-
-    worker_id: str
-    role: Role
-    load: WorkerLoad
-    block_size: int
-    max_requests: int
-    max_queued_prefill_tokens: int
-    mine: InFlight = InFlight()
-    decisions: int = 0
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that its whole KV pool holds."""
-        return self.load.total_blocks * self.block_size
-
-    @property
-    def requests(self) -> int:
-        """Requests on the worker, those it has not heard of yet included."""
-        load = self.load
-        reported = load.waiting + load.running + load.paused + load.open_tickets
-        # A report can be on its way while a request is sent: what is mine is there in any case.
-        return max(self.mine.requests, reported + self.mine.new_requests)
-
-    @property
-    def queued_prefill_tokens(self) -> int:
-        """Prompt tokens that the worker has to compute, those it has not heard of yet included."""
-        return max(self.mine.prefill_tokens, self.load.queued_prefill_tokens + self.mine.new_prefill_tokens)
-
-    @property
-    def free_blocks(self) -> int:
-        return self.load.free_blocks - self.mine.new_blocks
-
-    def blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +39,7 @@ class RouteRequest:
         rebuild: a KV transfer failed, and the decode side is to compute the prompt itself.
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
+        policy: how the best of those is found that could take it. cached, draw, transfer_ms: see `Wanted`.
     """
 
     prompt_tokens: int
@@ -114,6 +51,15 @@ class RouteRequest:
     local_only: bool = False
     exclude: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
+    policy: str = "cost"
+    cached: Mapping[str, int] = field(default_factory=dict)
+    draw: int = 0
+    transfer_ms: float = 0.0
+
+    @property
+    def wanted(self) -> Wanted:
+        """As `router.ranking` knows it."""
+        return Wanted(self.prompt_tokens, self.cached, self.avoid, self.draw, self.transfer_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +85,7 @@ class NoRoute:
 
 
 def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | NoRoute:
-    """Choose the least loaded workers that can start `request` now.
+    """Choose the best workers that can start `request` now.
 
     `workers` are those that are connected and take new requests.
     """
@@ -159,12 +105,12 @@ def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | 
     if request.local_only:
         return _local(request, aggregated + decode, "kv_reservation_too_large")
     if prefill and decode:
-        first = _least_prefill(request, prefill)
+        first = best_prefill(request.policy, request.wanted, [w for w in prefill if _can_prefill(request, w)])
         # Samples of a request that runs as a whole wait for blocks one by one; a ticket has them all or none.
         takers = [w for w in decode if _ticket_blocks(request, w) <= w.load.total_blocks]
         if not takers:
             return _local(request, aggregated + decode, "kv_reservation_too_large")
-        second = _least_decode(request, takers)
+        second = best_decode(request.policy, request.wanted, _takers(request, takers))
         if first is not None and second is not None:
             return Route(Mode.DISAGGREGATED, second.worker_id, first.worker_id, "prefill_pool_serves")
         # Both pools serve but one is full: an aggregated worker, if there is one, takes what they cannot.
@@ -191,49 +137,16 @@ def _local(request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str
     ]
     if not ready:
         return NoRoute(busy=True, reason="no room on the workers that run both phases")
-    best = min(
-        ready,
-        key=lambda w: (
-            w.worker_id in request.avoid,
-            w.requests,
-            w.queued_prefill_tokens,
-            -w.free_blocks,
-            w.decisions,
-            w.worker_id,
-        ),
-    )
+    best = best_whole(request.policy, request.wanted, ready)
+    assert best is not None, "some are ready"
     return Route(Mode.LOCAL, best.worker_id, None, reason, rebuild=request.rebuild)
 
 
-def _least_prefill(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
-    return min(
-        (worker for worker in workers if _can_prefill(request, worker)),
-        key=lambda w: (
-            w.worker_id in request.avoid,
-            w.queued_prefill_tokens,
-            w.requests,
-            w.decisions,
-            w.worker_id,
-        ),
-        default=None,
-    )
-
-
-def _least_decode(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
-    """Batch requests give way to an interactive one, but where there is room nobody has to."""
-    room = {w.worker_id: _has_room(w, _ticket_blocks(request, w)) for w in workers}
-    return min(
-        (w for w in workers if room[w.worker_id] or (request.interactive and _makes_room(request, w))),
-        key=lambda w: (
-            w.worker_id in request.avoid,
-            not room[w.worker_id],
-            w.requests,
-            -w.free_blocks,
-            w.decisions,
-            w.worker_id,
-        ),
-        default=None,
-    )
+def _takers(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Decode workers that could take its KV. Batch requests give way to an interactive one, but where there is room
+    nobody has to."""
+    room = [w for w in workers if _has_room(w, _ticket_blocks(request, w))]
+    return room if room or not request.interactive else [w for w in workers if _makes_room(request, w)]
 
 
 def _makes_room(request: RouteRequest, worker: WorkerSnapshot) -> bool:

@@ -11,7 +11,8 @@ from pdcore.types import PriorityClass
 from router.active import ActiveRequest
 from router.admission import AdmissionQueue, QueueEntry
 from router.effects import Effect
-from router.policy import NoRoute, Route, RouteRequest, WorkerSnapshot, choose
+from router.policy import NoRoute, Route, RouteRequest, choose
+from router.snapshot import WorkerSnapshot
 from router.worker_pool import WorkerPool
 
 PUMP_INTERVAL_S = 0.001
@@ -22,6 +23,7 @@ class QueuePump:
 
     Args:
         active: the requests that have not ended, by id.
+        policy: see `router.ranking`. transfer_ms: of one token's KV, as far as is known.
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
         perform: carries out what a request's tracker decided. abandon: ends a request with an error.
     """
@@ -33,6 +35,8 @@ class QueuePump:
         active: Mapping[str, ActiveRequest],
         clock: Clock,
         *,
+        policy: str,
+        transfer_ms: Callable[[], float],
         no_route_grace_s: float,
         perform: Callable[[ActiveRequest, Sequence[Effect]], None],
         abandon: Callable[[ActiveRequest, RequestError], None],
@@ -41,7 +45,10 @@ class QueuePump:
         self._pool = pool
         self._active = active
         self._clock = clock
+        self._policy = policy
+        self._transfer_ms = transfer_ms
         self._no_route_grace_s = no_route_grace_s
+        self._routes = 0
         self._perform = perform
         self._abandon = abandon
         self._stopped = False
@@ -113,7 +120,8 @@ class QueuePump:
                 timer.cancel()
 
     def _route(self, active: ActiveRequest, workers: Sequence[WorkerSnapshot], now: float) -> Route | None:
-        chosen = choose(_asked(active, now), workers)
+        self._routes += 1
+        chosen = choose(self._asked(active, now), workers)
         if isinstance(chosen, NoRoute):
             if chosen.busy:
                 active.no_route_since = None
@@ -162,21 +170,23 @@ class QueuePump:
             self._abandon(self._active[request_id], Unavailable(problem))
         self._arm_give_up()
 
+    def _asked(self, active: ActiveRequest, now: float) -> RouteRequest:
+        """What a route is asked for."""
+        tracker = active.tracker
+        return RouteRequest(
+            prompt_tokens=tracker.prompt_tokens,
+            total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
+            samples=max(1, sum(sample.waits for sample in active.branches)),
+            resumes=bool(tracker.delivered),
+            interactive=active.entry.priority is PriorityClass.INTERACTIVE,
+            rebuild=active.rebuild,
+            local_only=active.local_only,
+            exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
+            avoid=active.avoid,
+            policy=self._policy,
+            draw=self._routes,
+            transfer_ms=self._transfer_ms(),
+        )
+
     def _waiting(self) -> list[ActiveRequest]:
         return [active for active in map(self._active.get, self._queue.waiting()) if active is not None]
-
-
-def _asked(active: ActiveRequest, now: float) -> RouteRequest:
-    """What a route is asked for."""
-    tracker = active.tracker
-    return RouteRequest(
-        prompt_tokens=tracker.prompt_tokens,
-        total_tokens=len(tracker.prompt) + tracker.params.max_tokens,
-        samples=max(1, sum(sample.waits for sample in active.branches)),
-        resumes=bool(tracker.delivered),
-        interactive=active.entry.priority is PriorityClass.INTERACTIVE,
-        rebuild=active.rebuild,
-        local_only=active.local_only,
-        exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
-        avoid=active.avoid,
-    )

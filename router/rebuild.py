@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pdcore.costs import CodecCost, TransferSnapshot, transfer_or_recompute
 from pdcore.types import KvTransferStats, Role
-from router.policy import WorkerSnapshot
+from router.snapshot import WorkerSnapshot
 
 _NEWS = 0.2
 """Weight of the newest measurement in a mean: a handful of requests decide."""
@@ -119,6 +119,13 @@ class TransferRates:
             codecs=(seen,),
             hidden_s=tokens / pace,
         )
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds that the KV of one token was on its way; 0 until one has come."""
+        if self._link_bytes_s is None:
+            return 0.0
+        return 1000 * self._token_bytes / self._ratio / self._link_bytes_s
 
     @property
     def decode_side_tokens_s(self) -> float | None:

@@ -12,7 +12,7 @@ from pdcore.errors import Unavailable
 from pdcore.types import ModelInfo, RequestKey, Role
 from protos import admin_pb2, membership_pb2, worker_pb2
 from protos.convert import load_to_proto
-from router.policy import InFlight, WorkerSnapshot
+from router.snapshot import InFlight, WorkerSnapshot
 from router.validation import Limits
 from router.worker_client import RouterIdentity, SessionListener, SessionTiming, WorkerClient
 
@@ -217,6 +217,8 @@ class WorkerPool:
             max_queued_prefill_tokens=self._config.max_queued_prefill_tokens or 2 * facts.max_num_batched_tokens,
             mine=book.in_flight(),
             decisions=book.decisions,
+            max_num_batched_tokens=facts.max_num_batched_tokens,
+            age_s=max(0.0, self._clock.now() - client.load_at),
         )
 
     @property

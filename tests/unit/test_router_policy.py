@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.types import Role, WorkerLoad
-from router.policy import InFlight, Mode, NoRoute, Route, RouteRequest, WorkerSnapshot, choose
+from router.policy import Mode, NoRoute, Route, RouteRequest, choose
+from router.snapshot import InFlight, WorkerSnapshot
 
 FREE = WorkerLoad(free_blocks=100, total_blocks=100)
 

@@ -8,8 +8,8 @@ import pytest
 
 from pdcore.costs import CodecCost, TransferSnapshot, transfer_or_recompute
 from pdcore.types import KvTransferStats, Role, WorkerLoad
-from router.policy import WorkerSnapshot
 from router.rebuild import FailedTransfer, NextTry, TransferRates, after_failed_transfer, another_pair
+from router.snapshot import WorkerSnapshot
 
 FIRST = FailedTransfer(failures=1, delivered=0, tokens=1000, elsewhere=True)
 SLOW = TransferSnapshot(50_000_000, 1 << 18, 1e6, (CodecCost("raw", 1.0, 1e9, 1e9),), hidden_s=1.0)
