@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass, field
 
 from router.admission import QueueEntry
+from router.prefixes import PromptNames
 from router.stream import RequestStream
 from router.tracker import RequestState, RequestTracker
 
@@ -35,7 +36,7 @@ class ActiveRequest:
     """A request that is waiting or running.
 
     Attributes:
-        entry: its place in the queue, kept while it runs.
+        entry: its place in the queue, kept while it runs. names: of its prompt's blocks.
         deadline: fires at the client's deadline; None without one.
         refused: workers that had no room, and until when they are not asked again.
         avoid: the worker of the last failure, or the pair of the last failed transfer. refusals: so far.
@@ -49,6 +50,7 @@ class ActiveRequest:
     tracker: RequestTracker
     stream: RequestStream
     entry: QueueEntry
+    names: PromptNames
     deadline: asyncio.TimerHandle | None = None
     refused: dict[str, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()

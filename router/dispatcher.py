@@ -28,6 +28,7 @@ from router.active import ActiveRequest, Counters, SampleGroup, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
 from router.effects import Effect
 from router.policy import Mode, Route
+from router.prefixes import Prefixes, PromptNames, lacking
 from router.queue_pump import QueuePump
 from router.rebuild import FailedTransfer, TransferRates, after_failed_transfer, another_pair
 from router.stream import Chunk, RequestStream, Terminal
@@ -111,10 +112,12 @@ class Dispatcher:
         self._active: dict[str, ActiveRequest] = {}
         self._groups: dict[str, SampleGroup] = {}  # by the id that their client knows
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
+        self._prefixes = Prefixes(clock)
         self._pump = QueuePump(
             self._queue,
             self.pool,
             self._active,
+            self._prefixes,
             clock,
             policy=config.policy,
             transfer_ms=lambda: self._rates.token_ms,
@@ -162,12 +165,14 @@ class Dispatcher:
             raise InvalidRequest("request_id", f"a request with the id {request.request_id!r} is running")
         if not self.pool.route_possible:
             raise Unavailable("no decode or aggregated worker is connected")
-        admitted = self._queue.offer(
-            request.request_id, request.priority, tokens=len(request.prompt), tenant=request.tenant
-        )
+        names = PromptNames(request.prompt, request.cache_salt)
+        tokens = len(request.prompt)
+        if self._config.queue.policy == "sjf":
+            tokens = lacking(tokens, self._prefixes.cached(names))
+        admitted = self._queue.offer(request.request_id, request.priority, tokens=tokens, tenant=request.tenant)
         if isinstance(admitted, Shed):
             raise Overloaded(f"{len(self._queue)} requests are waiting already", admitted.retry_after_s)
-        first = self._begin(request, admitted.entry, RequestStream(texts[0]))
+        first = self._begin(request, admitted.entry, RequestStream(texts[0]), names)
         samples = [first] if len(texts) == 1 else self._begin_samples(request, first, texts)
         if deadline is not None:
             loop, delay = asyncio.get_running_loop(), max(0.0, deadline - self._clock.now())
@@ -187,7 +192,12 @@ class Dispatcher:
         return [RunningRequest(self, active) for active in samples]
 
     def _begin(
-        self, request: GenerationRequest, entry: QueueEntry, stream: RequestStream, sample: int = 0
+        self,
+        request: GenerationRequest,
+        entry: QueueEntry,
+        stream: RequestStream,
+        names: PromptNames,
+        sample: int = 0,
     ) -> ActiveRequest:
         params = request.params
         if sample:
@@ -207,7 +217,7 @@ class Dispatcher:
             priority=request.priority,
             sample=sample,
         )
-        active = self._active[entry.request_id] = ActiveRequest(tracker, stream, entry)
+        active = self._active[entry.request_id] = ActiveRequest(tracker, stream, entry, names)
         self._idle.clear()
         return active
 
@@ -218,7 +228,7 @@ class Dispatcher:
         group = self._groups[request.request_id] = SampleGroup(trunk)
         for number, text in enumerate(texts):
             entry = self._queue.sample_of(trunk.entry, f"{request.request_id}#{number}")
-            group.add(self._begin(request, entry, RequestStream(text), number))
+            group.add(self._begin(request, entry, RequestStream(text), trunk.names, number))
         return group.running
 
     def cancel(self, request_id: str) -> bool:
@@ -275,10 +285,14 @@ class Dispatcher:
         return "" if model is None else model.digest
 
     def on_connected(self, client: WorkerClient) -> None:
+        assert client.facts is not None
+        geometry = client.facts.geometry
+        self._prefixes.connected(client.worker_id, (geometry.model_digest, geometry.block_size))
         self.pool.connected(client)
 
     def on_lost(self, client: WorkerClient, reason: str) -> None:
         now = self._clock.now()
+        self._prefixes.lost(client.worker_id)
         self.pool.lost(client)
         for active in list(self._active.values()):
             with self._guard(active):
@@ -318,6 +332,8 @@ class Dispatcher:
     def on_report(self, client: WorkerClient, report: worker_pb2.Report) -> None:
         now, worker_id = self._clock.now(), client.worker_id
         self.pool.reported(client)
+        if report.HasField("cache"):
+            self._prefixes.hear(worker_id, report.cache)
         # News of a finished phase first, since a token may end the request; failures last, since tokens came before.
         for notice in report.notices:
             if not notice.HasField("failed"):

@@ -12,6 +12,8 @@ from router.active import ActiveRequest
 from router.admission import AdmissionQueue, QueueEntry
 from router.effects import Effect
 from router.policy import NoRoute, Route, RouteRequest, choose
+from router.prefixes import Prefixes
+from router.ranking import USES_PREFIXES
 from router.snapshot import WorkerSnapshot
 from router.worker_pool import WorkerPool
 
@@ -23,7 +25,8 @@ class QueuePump:
 
     Args:
         active: the requests that have not ended, by id.
-        policy: see `router.ranking`. transfer_ms: of one token's KV, as far as is known.
+        prefixes: what workers have cached. policy: see `router.ranking`.
+        transfer_ms: of one token's KV, as far as is known.
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
         perform: carries out what a request's tracker decided. abandon: ends a request with an error.
     """
@@ -33,6 +36,7 @@ class QueuePump:
         queue: AdmissionQueue,
         pool: WorkerPool,
         active: Mapping[str, ActiveRequest],
+        prefixes: Prefixes,
         clock: Clock,
         *,
         policy: str,
@@ -44,6 +48,7 @@ class QueuePump:
         self._queue = queue
         self._pool = pool
         self._active = active
+        self._prefixes = prefixes
         self._clock = clock
         self._policy = policy
         self._transfer_ms = transfer_ms
@@ -98,8 +103,10 @@ class QueuePump:
         tokens = tracker.prompt_tokens
         local = route.prefill is None
         self._pool.assign(route.decode, tracker.key, prefill_tokens=tokens if local else 0, cache_tokens=tokens + 1)
+        self._prefixes.expect(route.decode, active.names)
         if route.prefill is not None:
             self._pool.assign(route.prefill, tracker.key, prefill_tokens=tokens, cache_tokens=tokens + 1)
+            self._prefixes.expect(route.prefill, active.names)
         self._perform(active, effects)
 
     def workers_changed(self) -> None:
@@ -184,9 +191,15 @@ class QueuePump:
             exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
             avoid=active.avoid,
             policy=self._policy,
+            cached=self._prefixes.cached(active.names) if self._by_prefix(active) else {},
             draw=self._routes,
             transfer_ms=self._transfer_ms(),
         )
+
+    def _by_prefix(self, active: ActiveRequest) -> bool:
+        """Whether it matters what is cached of its prompt. Where prompt tokens are scored, nothing is taken from a
+        cache."""
+        return self._policy in USES_PREFIXES and active.tracker.params.prompt_logprobs is None
 
     def _waiting(self) -> list[ActiveRequest]:
         return [active for active in map(self._active.get, self._queue.waiting()) if active is not None]

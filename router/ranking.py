@@ -30,10 +30,15 @@ from statistics import fmean
 from pdcore.step_time import StepShape, StepTime
 from router.snapshot import WorkerSnapshot
 
+USES_PREFIXES = frozenset({"cost", "prefix_affinity"})
+"""Policies to which it matters what is cached where."""
 PRICED_TOKENS = 64
 """Output tokens by whose inter-token latency a worker is judged: how many there will be, nobody knows."""
 STALE_S = 2.0
 """Age at which half of what a report says of queues is believed."""
+ALIKE = 0.1
+"""Costs that exceed the lowest by less than this share are alike: predictions are no better, and turns spread what
+is cached."""
 _GUESS = StepTime(base_ms=1.0, token_ms=1.0)
 
 Key = tuple[float | bool | str, ...]
@@ -145,7 +150,10 @@ def _best(
     }
     if policy == "cost":
         pool = _Pool(workers)
-        ranks["cost"] = lambda w: (cost(pool, w), *load(w))
+        costs = {w.worker_id: cost(pool, w) for w in workers}
+        # Of those that need not be avoided, if there are such.
+        least = min((worker_id in wanted.avoid, cost) for worker_id, cost in costs.items())[1]
+        ranks["cost"] = lambda w: (max(costs[w.worker_id], (1 + ALIKE) * least), *load(w))
     rank = ranks[policy]
     return min(workers, key=lambda w: (w.worker_id in wanted.avoid, *rank(w), _tie(wanted.draw, w)))
 

@@ -13,7 +13,7 @@ from pdcore.config import ROUTING_POLICIES
 from pdcore.step_time import StepTime
 from pdcore.types import Role, WorkerLoad
 from router.policy import Mode, Route, RouteRequest, choose
-from router.ranking import PRICED_TOKENS, Wanted, best_decode, best_prefill, best_whole
+from router.ranking import ALIKE, PRICED_TOKENS, Wanted, best_decode, best_prefill, best_whole
 from router.snapshot import InFlight, WorkerSnapshot
 
 SLOW = StepTime(base_ms=20.0, token_ms=4.0, attended_ms=0.001, steps=50, largest=512)
@@ -156,7 +156,7 @@ def test_the_cost_of_the_choice_is_the_least_there_is(loads, prompt, data) -> No
 
     chosen = best_whole("cost", Wanted(prompt, cached), workers)
     assert chosen is not None
-    assert cost(chosen) <= min(map(cost, workers)) * (1 + 1e-9) + 0.01 * prompt
+    assert cost(chosen) <= min(map(cost, workers)) * (1 + ALIKE) + 0.01 * prompt
 
 
 @pytest.mark.parametrize("policy", ROUTING_POLICIES)

@@ -1,0 +1,317 @@
+"""Which worker holds how much of a prompt, as its events tell and as was just sent to it. Pure.
+
+Names of blocks are those of `pdcore.hashing`: one stands for a block and all before it, for model, adapter and salt,
+so what must be kept apart has names apart. That goes for block sizes too: a prompt has a list of names for each.
+
+A worker's cache is *closed*: with a block it holds all blocks before it. So for each worker the names of a prompt are
+cached up to some block and not behind it, and that block is found by halving::
+
+    prompt          b0  b1  b2  b3  b4  b5  b6  b7
+    worker 1        x   x   x   x   x   x               holds 6 blocks
+    worker 2        x   x   x                           holds 3: it and worker 3 are one group
+    worker 3        x   x   x
+
+What is known of a worker is closed too if it is everything: at the end of every batch of events, from an empty cache
+or from `restate` on. Where something was lost (a gap) or given up (the bound), a block may be known and one before it
+not. Then the answer ends at one of the blocks that are known and have no known successor: never more than the worker
+holds, by what it has announced, and never less than what is known from the first block on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
+
+from router.expected_prefixes import ExpectedPrefixes, Group
+from router.worker_sets import WorkerSet
+
+EXPECTED_SHARE = 4
+"""One in so many entries of an index, at most, is for what workers are expected to announce."""
+
+_SHARDS = 256  # by a name's first byte; a dict that grows copies itself, and no large one shall make requests wait
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one worker's cache.
+
+    Attributes:
+        bit: the set of this worker alone, one object for all blocks that nobody else holds.
+        recent, cold: the names, in the order of announcement or, later, use; the values mean nothing. Not sets: those
+            keep no order, and Python's garbage collector would walk through them.
+        following: number of the event that comes next.
+    """
+
+    bit: WorkerSet
+    recent: dict[bytes, None] = field(default_factory=dict)
+    cold: dict[bytes, None] = field(default_factory=dict)
+    following: int = 0
+
+    def __len__(self) -> int:
+        return len(self.recent) + len(self.cold)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self.recent or name in self.cold
+
+    def use(self, hashes: Sequence[bytes]) -> None:
+        """These names, known or not, are the beginning of a prompt: what is cold of it becomes recent."""
+        if not self.cold:  # nothing had to be given up yet
+            return
+        used = [name for name in hashes if name in self.cold]
+        for name in used:
+            del self.cold[name]
+        self.recent.update(dict.fromkeys(used))
+
+    def give_up(self) -> list[bytes]:
+        """An eighth of the cold names, the latest first: a block is announced after those before it."""
+        if not self.cold:
+            self._cool()
+        names = list(islice(reversed(self.cold), (len(self.cold) + 7) // 8))
+        for name in names:
+            del self.cold[name]
+        if not self.cold:  # already now, so that there is time to use them before the next are given up
+            self._cool()
+        return names
+
+    def _cool(self) -> None:
+        """The older half of what is recent becomes cold."""
+        self.cold = dict.fromkeys(islice(self.recent, (len(self.recent) + 1) // 2))
+        for name in self.cold:
+            del self.recent[name]
+
+
+class IndexCounts(NamedTuple):
+    """What an index holds and what it has lost.
+
+    Attributes:
+        known: pairs of a worker and a block in its cache. names: different names among them.
+        expected: prompts that workers were sent, and different names in them.
+        dropped: known pairs given up because the index was full. gaps: times that a worker's events did not join on.
+    """
+
+    known: int
+    names: int
+    expected: int
+    dropped: int
+    gaps: int
+
+
+class PrefixIndex:
+    """Follows the prefix caches of many workers. Workers are small numbers, see `router.worker_sets`.
+
+    Not thread-safe. Every operation is complete when it returns, and none waits.
+
+    Args:
+        max_blocks: entries at most: known pairs of worker and block, and what is expected. When it is full, what was
+            announced or used longest ago is given up, of the worker of which most is known, ends before beginnings.
+        expected_s: how long a prompt that a worker was sent counts as cached there if the worker says nothing.
+    """
+
+    def __init__(self, max_blocks: int, expected_s: float = 10.0) -> None:
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks is {max_blocks}, and must be at least 1")
+        if expected_s <= 0:
+            raise ValueError(f"expected_s is {expected_s}, and must be above 0")
+        self._max_blocks = max_blocks
+        self._expected = ExpectedPrefixes(max_blocks // EXPECTED_SHARE, expected_s)
+        self._known: dict[int, _Known] = {}
+        self._holders: list[dict[bytes, WorkerSet]] = [{} for _ in range(_SHARDS)]
+        self._pairs = 0
+        self._dropped = 0
+        self._gaps = 0
+
+    # -- what workers tell ---------------------------------------------------------------------------------------
+
+    def apply(self, worker: int, first: int, events: Sequence[tuple[bool, bytes]], gap: bool = False) -> bool:
+        """The worker's cache gained (True) or lost (False) blocks; `events` have the numbers first, first + 1, ...
+
+        Batches of a worker come in order, and each ends where the worker's cache was closed.
+
+        Returns False if events before `first` are missing: by `gap`, or because `first` is not the number that
+        follows those applied last (0, for a worker that is new). Then what was known of the cache is forgotten, and
+        `restate` would bring it back.
+        """
+        known = self._known_of(worker)
+        joined = not gap and first == known.following
+        if not joined:
+            self._gaps += 1
+            self._forget_known(known)
+        known.following = first + len(events)
+        self._apply(worker, known, events)
+        self._make_room()
+        return joined
+
+    def restate(self, worker: int, names: Sequence[bytes], following: int) -> None:
+        """The worker's cache holds exactly the blocks of these names, each behind the one before it in its path.
+
+        `following`: number of the first event that this does not contain.
+        """
+        known = self._known_of(worker)
+        self._forget_known(known)
+        known.following = following
+        self._apply(worker, known, [(True, name) for name in names])
+        self._make_room()
+
+    def forget(self, worker: int) -> None:
+        """The worker is gone, or starts anew with an empty cache and events from 0 on."""
+        known = self._known.pop(worker, None)
+        if known is not None:
+            self._forget_known(known)
+        self._expected.forget(worker)
+
+    def _apply(self, worker: int, known: _Known, events: Sequence[tuple[bool, bytes]]) -> None:
+        before = len(known)
+        bit, recent, cold, holders = known.bit, known.recent, known.cold, self._holders
+        # Successive events are often of one path, and held by the same others: such sets are made once and shared.
+        seen = shared = 0
+        for added, name in events:
+            shard = holders[name[0]]
+            if added:
+                others = shard.setdefault(name, bit)
+                if others is not bit:
+                    if others is not seen:
+                        seen, shared = others, others | bit
+                    shard[name] = shared
+                if name not in cold:
+                    recent[name] = None
+            elif name in recent:
+                del recent[name]
+                _take(shard, name, bit)
+            elif name in cold:
+                del cold[name]
+                _take(shard, name, bit)
+        self._pairs += len(known) - before
+        last_names = self._expected.last_names(worker)
+        if last_names:
+            for name in last_names & {name for _, name in events}:
+                self._expected.end(worker, name)
+
+    def _known_of(self, worker: int) -> _Known:
+        known = self._known.get(worker)
+        if known is None:
+            known = self._known[worker] = _Known(1 << worker)
+        return known
+
+    def _forget_known(self, known: _Known) -> None:
+        for names in (known.recent, known.cold):
+            for name in names:
+                _take(self._holders[name[0]], name, known.bit)
+            self._pairs -= len(names)
+            names.clear()
+
+    # -- what is sent to workers ---------------------------------------------------------------------------------
+
+    def expect(self, worker: int, hashes: Sequence[bytes], now: float) -> None:
+        """A prompt of these full blocks was sent to the worker: from now on they count as cached there.
+
+        They do so until the worker's events name the last of them, as added or removed, and for `expected_s` at most.
+
+        Args:
+            hashes: for the worker's block size. now: seconds on a clock that never goes back.
+        """
+        self._expected.expire(now)
+        known = self._known.get(worker)
+        if known is not None:
+            known.use(hashes)
+        if hashes and (known is None or hashes[-1] not in known):
+            self._expected.add(worker, hashes, now)
+            self._make_room()
+
+    def match(self, hashes: Sequence[bytes], now: float, among: WorkerSet = -1) -> Iterator[Group]:
+        """How many of a prompt's first blocks each worker holds, or is expected to, whichever is more.
+
+        Groups come in falling order of blocks, and each is looked for when it is asked for: whoever sees that no
+        further one can be better stops, and saves the rest. A group takes about ``log2(len(hashes))`` look-ups.
+        Nothing is touched; the index must not change before the last group that is asked for.
+
+        Args:
+            hashes: names of the prompt's full blocks, for one block size. now: see `expect`.
+            among: the workers that are asked for; all, if nothing is said.
+
+        Returns:
+            Disjoint groups. Workers that hold nothing are in none.
+        """
+        self._expected.expire(now)
+        known = self._match_known(hashes, among)
+        expected = self._expected.match(hashes, among)
+        return _deepest(known, expected) if expected else known
+
+    def _match_known(self, hashes: Sequence[bytes], among: WorkerSet) -> Iterator[Group]:
+        holders = self._holders
+        # A range of depths, with the workers that hold the blocks up to either end. All hold the first 0 blocks, none
+        # one more than there are. Ranges that remain to be searched are shallower, the next one last.
+        none: WorkerSet = 0
+        low, holding_low, high, holding_high = 0, among, len(hashes) + 1, none
+        shallower: list[tuple[int, WorkerSet, int, WorkerSet]] = []
+        while True:
+            while high - low > 1:
+                # Many prompts are like no other, which their first block shows.
+                middle = (low + high) // 2 if low else 1
+                name = hashes[middle - 1]
+                holding = holders[name[0]].get(name, none)
+                # Who holds more holds this, and who holds this holds less, known or not.
+                if holding is not holding_low:
+                    holding = holding & holding_low | holding_high
+                if holding == holding_high:
+                    high = middle
+                elif holding == holding_low:
+                    low = middle
+                else:
+                    shallower.append((low, holding_low, middle, holding))
+                    low, holding_low = middle, holding
+            if low:
+                yield Group(low, holding_low ^ holding_high)
+            if not shallower:
+                return
+            low, holding_low, high, holding_high = shallower.pop()
+
+    # -- the bound -----------------------------------------------------------------------------------------------
+
+    def _make_room(self) -> None:
+        while self._pairs + len(self._expected) > self._max_blocks:
+            known = max(self._known.values(), key=len)
+            names = known.give_up()
+            for name in names:
+                _take(self._holders[name[0]], name, known.bit)
+            self._pairs -= len(names)
+            self._dropped += len(names)
+
+    # -- views ---------------------------------------------------------------------------------------------------
+
+    @property
+    def counts(self) -> IndexCounts:
+        names = sum(len(shard) for shard in self._holders)
+        return IndexCounts(self._pairs, names, len(self._expected), self._dropped, self._gaps)
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two calls."""
+        self._expected.check_integrity()
+        held = {name: workers for shard in self._holders for name, workers in shard.items()}
+        assert all(name in self._holders[name[0]] for name in held)
+        told: dict[bytes, WorkerSet] = {}
+        for worker, known in self._known.items():
+            assert not known.recent.keys() & known.cold.keys()
+            for name in (*known.recent, *known.cold):
+                told[name] = told.get(name, 0) | 1 << worker
+        assert held == told
+        assert self._pairs == sum(len(known) for known in self._known.values())
+        assert self._pairs + len(self._expected) <= self._max_blocks
+
+
+def _take(shard: dict[bytes, WorkerSet], name: bytes, bit: WorkerSet) -> None:
+    """The worker of this bit, one of those that hold the block, no longer does."""
+    holding = shard.pop(name)
+    if holding is not bit and (rest := holding ^ bit):
+        shard[name] = rest
+
+
+def _deepest(known: Iterator[Group], expected: Iterable[Group]) -> Iterator[Group]:
+    """Both in falling order of blocks, and each worker only where it has most."""
+    placed: WorkerSet = 0
+    for blocks, workers in heapq.merge(known, expected, key=lambda group: -group.blocks):
+        if fresh := workers & ~placed:
+            yield Group(blocks, fresh)
+            placed |= fresh

@@ -1,0 +1,73 @@
+"""Sets of workers as bits of an int, and the small numbers that this takes. Pure.
+
+A thousand workers are 125 bytes, and what a policy asks of them (who serves, who has room, who holds a prefix) is
+joined by ``&``, ``|`` and ``~`` in well under a microsecond.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+WorkerSet = int
+"""Bit ``n`` is set if the worker of number ``n`` is in the set. Never negative."""
+
+
+def members(workers: WorkerSet) -> Iterator[int]:
+    """Numbers in the set, in rising order. Takes time for each; for many, see `indices`."""
+    while workers:
+        lowest = workers & -workers
+        yield lowest.bit_length() - 1
+        workers ^= lowest
+
+
+def indices(workers: WorkerSet) -> NDArray[np.intp]:
+    """Numbers in the set, in rising order, as an array of shape [members]; it indexes arrays by worker."""
+    packed = np.frombuffer(workers.to_bytes((workers.bit_length() + 7) // 8, "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+
+
+class WorkerNumbers:
+    """Numbers from 0 for those workers that there are; one that is gone gives its number to a later one.
+
+    So the highest number stays below the largest count of workers that there ever was at one time.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._ids: list[str | None] = []
+        self._free: list[int] = []  # a heap, so that numbers stay small
+
+    def __len__(self) -> int:
+        """One more than the highest number that was ever in use: the length of arrays by number."""
+        return len(self._ids)
+
+    def take(self, worker_id: str) -> int:
+        """The worker's number; a new one if it has none."""
+        number = self._numbers.get(worker_id)
+        if number is not None:
+            return number
+        if self._free:
+            number = heapq.heappop(self._free)
+            self._ids[number] = worker_id
+        else:
+            number = len(self._ids)
+            self._ids.append(worker_id)
+        self._numbers[worker_id] = number
+        return number
+
+    def release(self, worker_id: str) -> None:
+        """The worker is gone, and whatever was kept under its number must be as well; KeyError if it has none."""
+        number = self._numbers.pop(worker_id)
+        self._ids[number] = None
+        heapq.heappush(self._free, number)
+
+    def id_of(self, number: int) -> str:
+        """Who has the number; KeyError if nobody has."""
+        worker_id = self._ids[number] if 0 <= number < len(self._ids) else None
+        if worker_id is None:
+            raise KeyError(number)
+        return worker_id
