@@ -100,15 +100,17 @@ class NixlAgent:
             return bytes(self._call(lambda agent: agent.get_agent_metadata()))
 
     def meet(self, metadata: bytes) -> str:
-        """Connect to the agent of this metadata; returns its name."""
+        """Get to know the agent of this metadata; returns its name.
+
+        The first write connects, and has its bound: a connection made here would hold the lock, without one.
+        """
         with self._lock:
 
-            def connect(agent: Any) -> str:
+            def learn(agent: Any) -> str:
                 name = agent.add_remote_agent(metadata)
-                agent.make_connection(name)
                 return str(name.decode() if isinstance(name, bytes) else name)
 
-            return self._call(connect)
+            return self._call(learn)
 
     def write(self, source: NDArray[np.uint8], address: int, peer: str) -> Any:
         """Start to write `source`, a part of this agent's memory, to `address` in that of `peer`; returns what `done`
@@ -119,7 +121,11 @@ class NixlAgent:
                 ours = agent.get_xfer_descs([(int(source.ctypes.data), source.size, 0)], _HOST_MEMORY)
                 theirs = agent.get_xfer_descs([(address, source.size, 0)], _HOST_MEMORY)
                 handle = agent.initialize_xfer("WRITE", ours, theirs, peer)
-                _check(agent.transfer(handle))
+                try:
+                    _check(agent.transfer(handle))
+                except BaseException:
+                    agent.release_xfer_handle(handle)
+                    raise
                 return handle
 
             return self._call(start)
@@ -242,14 +248,24 @@ class NixlSendLane:
             self._listener.on_failed(reason)
 
     def _write_all(self, staging: NixlStaging, peer: str) -> None:
+        started: deque[tuple[_Posted, Any]] = deque()
+        try:
+            self._write(staging, peer, started)
+        finally:
+            for _, handle in started:
+                with contextlib.suppress(LaneError):  # what has failed, or is of no interest any more
+                    self._agent.release(handle)
+
+    def _write(self, staging: NixlStaging, peer: str, started: deque[tuple[_Posted, Any]]) -> None:
+        """Until the lane is closed. `started`: writes that have not ended well, the oldest first."""
         memory = self._memory
         assert memory is not None
-        started: deque[tuple[_Posted, Any]] = deque()
         while True:
             if started and (len(started) == _DEPTH or self._inbox.empty()):
                 posted, handle = started[0]
                 self._wait(handle)
                 started.popleft()
+                self._agent.release(handle)
                 with self._lock:
                     if not self._closed:
                         posted.announce(posted.frame)
@@ -267,7 +283,6 @@ class NixlSendLane:
             if time.monotonic() >= deadline:
                 raise LaneError(f"NIXL: a write took more than {self._timeout_s} s")
             time.sleep(_POLL_S)
-        self._agent.release(handle)
 
 
 class NixlReceiveLane:
