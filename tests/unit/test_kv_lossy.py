@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_transfer.codecs.base import Codec, SectionShape
+from kv_transfer.codecs.calibration import Calibration
 from kv_transfer.codecs.registry import STANDARD, CodecRegistry
 from kv_transfer.codecs.tc4 import Tc4Codec
 from kv_transfer.conversion import TORCH_DTYPES
@@ -70,6 +71,44 @@ def test_golden_payload(name: str, kind: int, size: int, checksum: int) -> None:
     assert payload is not None
     data = b"".join(payload)
     assert (len(data), zlib.crc32(data)) == (size, checksum)
+
+
+GOLDEN_TC4 = bytes.fromhex(
+    "80bfa53f143ecd3ed03f1dbfb43e953ec03e353ff4bffd3e503eed3fd43f05be803e453f543ead3f50bf3d3f743ff53fc03ed5bf"
+    "343fdd3ed03e0d3f94bf653e803fe53e943e8dbed03e5d3f343e553fc0be753e743ebd3e503f2dbe543fc53e803e853ed4be6d3f"
+    "503e7d3ff43eb5bec03e153fb43f9d3ed0bf4d3f143f253f00000000ea00000028b52ffd60c000050700c6593316b025e98434db"
+    "304992244992244992942364ef2d930f2d002d002b0023e215fa05e69ccc6a5d0b65c1557c604f2bdb56aa4aa8aa4ddfcc7aa4a6"
+    "a93495f7bac5ac62d8897798616626147ec36f26737662c1c4889df86c316c928464ff3beb493d8037a3c3f37436cad8d818f698"
+    "f245beb6b2b28903bf19dd8c8d32363acfc37b4c79dce20bfdef242149d18db83c034fb160628273329ff559b9b8d6fd2fa917f4"
+    "0cfc06f126e8dee5a934bd16b7f0537eaa84aa2abaa389780cbeaed69339db6997b80aee95956dacce0a0500b48a9413e45877f9"
+    "a0b81ccf9c16"
+)
+
+
+def test_golden_payload_of_tc4() -> None:
+    """V of 8 tokens from token 3 on, with directions and a step that leave nothing to rounding: token 3 as it was, the
+    others in quarters. What an encoder writes may differ by the version of zstd; what is read may not."""
+    calibration = Calibration(
+        model_digest="golden",
+        head_dim=16,
+        mean=np.zeros((1, 2, 2, 32), np.float32),
+        basis=np.broadcast_to(np.eye(32, dtype=np.float32), (1, 2, 2, 32, 32)).copy(),
+        step=np.full((1, 2), 0.25, np.float32),
+        inverse_frequencies=np.full(8, 0.5),
+    )
+    words = np.array(
+        [(0x3F80 + 37 * i * i) & 0x1FF | 0x3E00 | (i % 5 == 0) << 15 for i in range(8 * 4 * 16)], np.uint16
+    )
+    values = (words.astype(np.uint32) << 16).view(np.float32)
+    expected = np.concatenate([values[:64], np.rint(values[64:] / 0.25) * np.float32(0.25)])
+    shape = SectionShape(KIND_V, "bfloat16", 0, 1, 3, 8, 0, 4, 16)
+    codec = Tc4Codec(calibration)
+    written = codec.encode(words.view(np.uint8), shape)
+    assert written is not None
+    for payload in (GOLDEN_TC4, b"".join(written)):
+        out = np.empty(words.nbytes, np.uint8)
+        codec.decode(memoryview(payload), shape, out)
+        assert np.array_equal((out.view(np.uint16).astype(np.uint32) << 16).view(np.float32), expected)
 
 
 # --- the formats, written once more without regard for speed --------------------------------------------------------
