@@ -86,8 +86,8 @@ GOLDEN_TC4 = bytes.fromhex(
 
 
 def test_golden_payload_of_tc4() -> None:
-    """V of 8 tokens from token 3 on, with directions and a step that leave nothing to rounding: token 3 as it was, the
-    others in quarters. What an encoder writes may differ by the version of zstd; what is read may not."""
+    """V of 8 tokens from token 3 on, with directions and a step that leave nothing to rounding: token 3 as it was,
+    the others in quarters. What an encoder writes may differ by the version of zstd; what is read may not."""
     calibration = Calibration(
         model_digest="golden",
         head_dim=16,
