@@ -226,7 +226,7 @@ def run_gap(setting: str, setup: Setup, scheduler: SchedulerConfig, prompt_token
     session = Session(setup, scheduler)
     # What the model of step times knows when this begins: some prompts and decodes, as on a worker that has served.
     for i in range(8):
-        spec = make_spec(f"d{i}", rng.integers(0, vocab, 128), 4096)
+        spec = make_spec(f"d{i}", rng.integers(0, vocab, 128), min(4096, session.engine.max_model_len - 128))
         session.engine.add(spec, SequenceKind.GENERATE)
         session.step()
     for _ in range(12):
@@ -298,6 +298,9 @@ def main() -> None:
     tokens = max(args.long_prompt + 8 * 1024, 8 * 1200, args.sequences * 256)
     config = EngineConfig(str(resolved.path), resolved.served_name, dtype=args.dtype, num_blocks=tokens // BLOCK)
     setup = Setup(load_runner(config), config, CpuClock() if args.cpu_clock else WallClock())
+    longest = setup.runner.model.max_model_len
+    if args.long_prompt >= longest:
+        parser.error(f"--long-prompt: {args.long_prompt} does not fit the model's context of {longest} tokens")
     load_average = os.getloadavg()[0]
     data: dict[str, object] = {
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from cluster.config_sections import (
     AggregatedSection,
+    DecodeSection,
     Dtype,
     GeneratingSection,
     PoolSection,
@@ -84,9 +85,7 @@ class ClusterConfig(Section):
         default=QueueSection(), description="the order of waiting requests, in the router and in each worker"
     )
     prefill: PoolSection = Field(default=PoolSection(), description="workers that compute prompts")
-    decode: GeneratingSection = Field(
-        default=GeneratingSection(), description="workers that generate from transferred KV"
-    )
+    decode: DecodeSection = Field(default=DecodeSection(), description="workers that generate from transferred KV")
     aggregated: AggregatedSection = Field(
         default=AggregatedSection(), description="workers that do both by themselves"
     )
@@ -116,7 +115,9 @@ class ClusterConfig(Section):
                 continue
             scheduler = _as_mapping(pool.get("scheduler", {}))
             if scheduler is not None:
-                data[name] = {**pool, "scheduler": {**SCHEDULER_DEFAULTS[objective], **scheduler}}
+                known = _section(_section(cls, name), "scheduler").model_fields
+                defaults = {key: value for key, value in SCHEDULER_DEFAULTS[objective].items() if key in known}
+                data[name] = {**pool, "scheduler": {**defaults, **scheduler}}
         router = _as_mapping(data.get("router", {}))
         if router is not None:
             data["router"] = {**ROUTER_DEFAULTS[objective], **router}
@@ -340,6 +341,14 @@ class ClusterConfig(Section):
             role = next(role for role in shares if shares[role])
             allowed = f"fractions that add up to less than 1 over all workers of the machine (now {total:g})"
             raise ConfigError(f"{role}.kv_memory", self.pool(role).kv_memory, allowed)
+
+
+def _section(parent: type[Section], key: str) -> type[Section]:
+    """The type of one of the sections in `parent`."""
+    kind = parent.model_fields[key].annotation
+    assert isinstance(kind, type), key
+    assert issubclass(kind, Section), key
+    return kind
 
 
 def _tuples(value: Any) -> Any:

@@ -56,6 +56,11 @@ class SchedulerSection(Section):
         description="prompts that lack more tokens than this are long and leave one of max_partial_prefills to "
         "others; 0: none is long",
     )
+
+
+class GeneratingSchedulerSection(SchedulerSection):
+    """Of workers that generate, so that there are tokens whose pace can be kept."""
+
     target_itl_ms: float = Field(
         default=_BALANCED["target_itl_ms"],
         ge=0,
@@ -63,6 +68,11 @@ class SchedulerSection(Section):
         description="prompts get as many tokens of a step as keep the time between two tokens of running requests "
         "within this, by step times measured all the time; 0: no such limit",
     )
+
+
+class DecodeSchedulerSection(GeneratingSchedulerSection):
+    """Of workers that get KV from others."""
+
     local_prefill_tokens: int = Field(
         default=64,
         ge=0,
@@ -119,11 +129,20 @@ class GeneratingSection(PoolSection):
         default=ByteSize(0),
         description="host memory of each worker for the KV of sequences that give way to others, e.g. 1GiB; 0: none",
     )
+    scheduler: GeneratingSchedulerSection = Field(
+        default=GeneratingSchedulerSection(), description="how steps are composed"
+    )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",
         description="what becomes of a sequence that gives way; swap: its KV goes to swap_memory and comes back, "
         "recompute: it is computed again, auto: what costs less",
     )
+
+
+class DecodeSection(GeneratingSection):
+    """The pool that generates from KV of others."""
+
+    scheduler: DecodeSchedulerSection = Field(default=DecodeSchedulerSection(), description="how steps are composed")
 
 
 class AggregatedSection(GeneratingSection):

@@ -1,12 +1,14 @@
 """Which running batch requests give way to interactive ones, under the queue policy `priority`. Pure.
 
 An interactive request waits here for its turn, or elsewhere for a ticket: what a refused ticket needs is a *claim* on
-memory. Batch requests give way for it, and what comes free is kept for it until it is asked for again.
+memory. Batch requests give way for it, and what comes free is kept for it, from other tickets too, until it is asked
+for again.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from engine.preemption import headroom
@@ -33,7 +35,7 @@ def yielding(views: list[SequenceView], config: SchedulerConfig) -> list[Sequenc
 def displace(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> list[SequenceView]:
     """Batch sequences to be preempted now, the youngest first, so that interactive requests can be served.
 
-    First the claim, then those that wait in order of arrival, up to the first for which all that may give way would
+    First the claims, then those that wait in order of arrival, up to the first for which all that may give way would
     not be enough: nothing is taken away for nothing.
     """
     interactive = [
@@ -71,13 +73,12 @@ def displace(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> list[Seque
 
 
 def standing_claim(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> int:
-    """Blocks that are kept for an interactive request's ticket: those that it needs, or none if they cannot be had
-    though all give way that may."""
-    claim = snapshot.claimed_blocks
-    if not claim:
+    """Blocks that are kept for interactive requests' tickets: of the claims the first ones, as far as they can be
+    had if all give way that may."""
+    if not snapshot.claims or config.queue.policy != "priority":
         return 0
     most = _free(snapshot) + sum(map(_frees, yielding(list(snapshot.sequences), config)))
-    return claim if config.queue.policy == "priority" and claim <= most else 0
+    return max(total for total in (0, *accumulate(snapshot.claims)) if total == 0 or total <= most)
 
 
 def _free(snapshot: SchedulerSnapshot) -> int:

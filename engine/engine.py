@@ -10,13 +10,13 @@ import numpy as np
 
 from engine.batch import Part, build_step
 from engine.blocks import BlockManager, Owner, OwnerKind
-from engine.displacement import kept_batch
+from engine.displacement import kept_batch, standing_claim
 from engine.integrity import check_engine
 from engine.plan import Chunk, PrefillStats, PromptLogprobs, StepPlan, StepResult, TokenOut
 from engine.preemption import DECODE_WEIGHT
 from engine.prefix_cache import CacheEvents
 from engine.samples import share_out
-from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, ticket_refusal
+from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, ticket_refusal, tickets_are_full
 from engine.scheduler import schedule as decide
 from engine.scoring import ScoredSpan, of_sample, of_spans
 from engine.sequence import Sequence, SequenceKind, SequenceState
@@ -25,7 +25,7 @@ from engine.step import NO_TOKEN, KvCache, ModelRunner, StepOutput, StepProgress
 from engine.step_log import StepLog, StepRecord, by_class
 from engine.structured import OutputGuards, OutputState
 from engine.swap import Copier, Copy, SwapSpace, ThreadCopier
-from engine.ticket import CLAIM_S, Claim, Reservation, Ticket
+from engine.ticket import Claims, Reservation, Ticket
 from engine.validation import check_request
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import EngineConfig
@@ -144,7 +144,7 @@ class Engine:
             make_copier=lambda: make_copier(runner.cache, self._copied, on_crash),
         )
         self._wanted_blocks = 0  # what a ticket lacked that was refused since the last step
-        self._claim = Claim(0, 0.0)
+        self._claims = Claims()
         self._preemptions = 0
         self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
         self._cached_tokens = 0
@@ -231,15 +231,22 @@ class Engine:
         fresh = self._blocks.blocks_for(num_tokens + 1) - hits + len(ticket.outputs) - 1
         idle = hits - self._blocks.used(cached)
         snapshot = self._snapshot()
-        if ticket_refusal(snapshot, fresh, self._max_reserved, idle) is not None:
+        # Claims go before all other tickets, those of interactive requests among themselves in order.
+        name = ticket.claimant if self._scheduler_config.queue.policy == "priority" else ""
+        ahead = self._claims.ahead(name)
+        claimed = min(ahead.blocks, standing_claim(snapshot, self._scheduler_config))
+        refusal = ticket_refusal(
+            snapshot, fresh, self._max_reserved, idle, claimed_blocks=claimed, claimed_share=ahead.share
+        )
+        if refusal is not None:
             # The router asks again: perhaps sequences of stalled clients have made room by then.
-            lacks = ticket_lacks(snapshot, fresh, idle)
-            self._wanted_blocks = max(self._wanted_blocks, lacks)
-            if ticket.interactive and lacks > 0:
-                self._claim = Claim(fresh + idle, self._clock.now() + CLAIM_S)
+            self._wanted_blocks = max(self._wanted_blocks, ticket_lacks(snapshot, fresh, idle))
+            if name:
+                full = tickets_are_full(snapshot, fresh + ahead.share, self._max_reserved)
+                self._claims.make(name, fresh + idle, self._clock.now(), memory=not full)
             return None
-        if ticket.interactive:
-            self._claim = Claim(0, 0.0)
+        if name:
+            self._claims.drop(name)
         for sequence in self._sequences.values():
             if sequence.num_blocks == 0 and sequence.credit > 0 and not sequence.copying:
                 sequence.skipped += 1
@@ -298,6 +305,7 @@ class Engine:
 
     def _echo(self, sequence: Sequence, token: int) -> None:
         """A first token that came with a ticket: the next result reports it."""
+        self._queue.generated(sequence.spec.tenant, 1)
         index = sequence.generated
         if sequence.output is not None:
             sequence.output.take_sampled(token)
@@ -595,6 +603,7 @@ class Engine:
         for key in decision.preempt:
             self._drop(key)
         self._preemptions += len(decision.swap_out) + len(decision.preempt)
+        self._log.decided(decision)
         for name in decision.revoke:
             self._tickets[name].revoking = True
         for passed in decision.passed_over:
@@ -724,7 +733,7 @@ class Engine:
             terms=self._swap.terms(),
             swap_room=self._swap.room,
             wanted_blocks=self._wanted_blocks,
-            claimed_blocks=self._claim.blocks_at(now),
+            claims=self._claims.blocks(now),
         )
 
     def _publish(self, sequence: Sequence) -> None:

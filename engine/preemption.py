@@ -21,10 +21,12 @@ What keeps sequences from being thrown out again and again:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcore.config import PREEMPT_BY_RECOMPUTE, PREEMPT_BY_SWAP
+from pdcore.types import PriorityClass
 
 if TYPE_CHECKING:  # the scheduler imports this module
     from engine.scheduler import SchedulerSnapshot, SequenceView
@@ -139,9 +141,15 @@ class Shortage:
         free: blocks that can be given now.
         dropped, swapped: sequences preempted in either way. revoke: tickets to be asked back, in this order.
         sitting_out: decodes that get no block in this step.
+
+    Args:
+        yielding: who gives way to interactive sequences, in this order.
+        by_class: batch sequences take from batch ones only.
     """
 
-    def __init__(self, snapshot: SchedulerSnapshot) -> None:
+    def __init__(
+        self, snapshot: SchedulerSnapshot, yielding: Sequence[SequenceView] = (), *, by_class: bool = False
+    ) -> None:
         self.free = snapshot.free_blocks
         self.dropped: list[RequestKey] = []
         self.swapped: list[RequestKey] = []
@@ -149,6 +157,8 @@ class Shortage:
         self.sitting_out: list[RequestKey] = []
         self.taken: set[RequestKey] = set()
         self._sequences = snapshot.sequences
+        self._yielding = yielding
+        self._by_class = by_class
         self._room = snapshot.swap_room
         self._has_tickets = bool(snapshot.tickets)
         self._revocable = [ticket for ticket in snapshot.tickets if not ticket.revoking]
@@ -163,9 +173,14 @@ class Shortage:
         stalled = self._stalled()
         if stalled:
             return stalled[0]
+        if needy.priority is PriorityClass.INTERACTIVE:
+            for view in self._yielding:
+                if view.key not in self.taken and view.blocks > view.shared_blocks:
+                    return view
         # Transfers that have not been paid for in steps yet go before anything that runs.
         if self._has_tickets:
             return None
+        needy_is_batch = self._by_class and needy.priority is PriorityClass.BATCH
         holders = [
             view for view in self._sequences if view.blocks and view.preemptible and view.key not in self.taken
         ]
@@ -173,6 +188,8 @@ class Shortage:
         for view in reversed(holders):
             if view.key == needy.key:
                 break
+            if needy_is_batch and view.priority is not PriorityClass.BATCH:
+                continue
             if view.has_credit and not view.copying and not view.preempted:
                 return view
         # Others run (or will, when their copy is in), and will end or preempt `needy`: until then it keeps its own.

@@ -4,7 +4,8 @@ One scheduler serves every role. A sequence has computed tokens chasing known to
 and a chunk of a preempted sequence's tokens differ only in how many are missing. The rules:
 
 1. *Turns.* Of the sequences that hold blocks and have credit, `max_num_seqs` take part. If there are more (resumed
-   and committed ones come unasked), those go first that have waited longest since their last step.
+   and committed ones come unasked), those go first that have waited longest since their last step; under the policy
+   `priority` batch ones beyond their share go behind all others.
 2. *Decodes first.* Every one of them that lacks a single token gets it. `max_num_seqs` is at most the token budget,
    so decodes always fit and prefills take only what they leave.
 3. *Memory for growth* goes to the oldest first. If a decode lacks a block, sequences of stalled clients are
@@ -12,7 +13,9 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
    blocks are back; without tickets, the youngest running sequence that is younger is preempted, and the next, until a
    block comes free (shared ones do not), but none that has made no progress since it was preempted itself. If there
    is none younger, it sits out while others run; if it is the only one that could run, the youngest paused one is
-   preempted. Who is preempted is swapped or dropped; what a swap frees comes when it is copied (`engine.preemption`).
+   preempted. Under the policy `priority` an interactive one takes from batch ones first, however old they are, and a
+   batch one from no other than batch ones. Who is preempted is swapped or dropped; what a swap frees comes when it is
+   copied (`engine.preemption`).
 4. *Admission* is in the order of the queue's policy (`pdcore.queueing`), all blocks at once, and leaves a block of
    growth to every running sequence.
    Blocks that the prefix cache has of a sequence are taken from it: they cost memory only if nobody uses them.
@@ -32,7 +35,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.budget import Prefill, PrefillPlaces, prefill_budget, split_prefill_budget
-from engine.displacement import displace, standing_claim
+from engine.displacement import displace, standing_claim, yielding
 from engine.preemption import Shortage, headroom
 from pdcore.config import SchedulerConfig
 from pdcore.queueing import QueueState, Waiting, service_order
@@ -131,7 +134,7 @@ class SchedulerSnapshot:
         swap_room: free blocks of host memory.
         wanted_blocks: blocks that a ticket lacked which was refused since the last step.
         queue: what the queue's policy knows. step_time: what steps take.
-        claimed_blocks: blocks that an interactive request's ticket needs which was refused lately.
+        claims: blocks that tickets of interactive requests need which were refused lately, the first refused first.
     """
 
     sequences: tuple[SequenceView, ...]
@@ -142,7 +145,7 @@ class SchedulerSnapshot:
     wanted_blocks: int = 0
     queue: QueueState = field(default_factory=QueueState)
     step_time: StepTime = field(default_factory=StepTime)
-    claimed_blocks: int = 0
+    claims: tuple[int, ...] = ()
 
 
 class ScheduledChunk(NamedTuple):
@@ -218,7 +221,8 @@ class _Admission:
 
 def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDecision:
     """Decide one step. See the module for the rules."""
-    memory = Shortage(snapshot)
+    by_class = config.queue.policy == "priority"
+    memory = Shortage(snapshot, yielding(list(snapshot.sequences), config), by_class=by_class)
     for view in displace(snapshot, config):
         memory.preempt(view)
     turn = _take_turns(snapshot, config, memory)
@@ -280,7 +284,9 @@ def _take_turns(snapshot: SchedulerSnapshot, config: SchedulerConfig, memory: Sh
     ready = [view for view in snapshot.sequences if view.blocks and view.has_credit and not view.copying]
     turns = ready
     if len(ready) > config.max_num_seqs:
-        turns = sorted(ready, key=lambda view: view.last_step)  # stable: the older first among equals
+        # Who came by a ticket was not admitted one by one: here batch ones beyond their share leave the places.
+        later = {view.key for view in yielding(ready, config)}
+        turns = sorted(ready, key=lambda view: (view.key in later, view.last_step))  # stable: the older first
 
     singles: dict[RequestKey, ScheduledChunk] = {}
     prefills: dict[RequestKey, SequenceView] = {}
@@ -372,7 +378,13 @@ def _prefill(view: SequenceView, snapshot: SchedulerSnapshot, config: SchedulerC
 
 
 def ticket_refusal(
-    snapshot: SchedulerSnapshot, blocks: int, max_reserved_blocks: int, idle_blocks: int = 0
+    snapshot: SchedulerSnapshot,
+    blocks: int,
+    max_reserved_blocks: int,
+    idle_blocks: int = 0,
+    *,
+    claimed_blocks: int = 0,
+    claimed_share: int = 0,
 ) -> str | None:
     """Why a ticket may not be granted now; None if it may.
 
@@ -380,12 +392,11 @@ def ticket_refusal(
         blocks: blocks that it needs beside those that the prefix cache has for it.
         max_reserved_blocks: blocks that all tickets together may hold, not counting shared ones.
         idle_blocks: of the cached ones, those that nobody uses and that the ticket would pin.
+        claimed_blocks: kept for tickets that go before it. claimed_share: of `max_reserved_blocks`, likewise.
     """
-    reserved = sum(ticket.blocks for ticket in snapshot.tickets)
-    # The only ticket may be larger: a long prompt would be refused by an idle worker for ever otherwise.
-    if reserved and reserved + blocks > max_reserved_blocks:
-        return f"tickets hold {reserved} blocks and may hold {max_reserved_blocks}"
-    lacking = ticket_lacks(snapshot, blocks, idle_blocks)
+    if tickets_are_full(snapshot, blocks + claimed_share, max_reserved_blocks):
+        return f"tickets hold as many as they may of {max_reserved_blocks} blocks"
+    lacking = ticket_lacks(snapshot, blocks, idle_blocks) + claimed_blocks
     if lacking > 0:
         return f"{snapshot.free_blocks} blocks are free, {lacking} too few beside what running sequences may need"
     # Blocks that come free belong to a request that has been passed over too often.
@@ -394,6 +405,13 @@ def ticket_refusal(
     ):
         return "a waiting request has been passed over too often"
     return None
+
+
+def tickets_are_full(snapshot: SchedulerSnapshot, blocks: int, max_reserved_blocks: int) -> bool:
+    """Whether so many more blocks are too much for all tickets together."""
+    reserved = sum(ticket.blocks for ticket in snapshot.tickets)
+    # The only ticket may be larger: a long prompt would be refused by an idle worker for ever otherwise.
+    return reserved > 0 and reserved + blocks > max_reserved_blocks
 
 
 def ticket_lacks(snapshot: SchedulerSnapshot, blocks: int, idle_blocks: int = 0) -> int:

@@ -28,19 +28,19 @@ def take_snapshot(
     terms: PreemptionTerms | None = None,
     swap_room: int = 0,
     wanted_blocks: int = 0,
-    claimed_blocks: int = 0,
+    claims: tuple[int, ...] = (),
 ) -> SchedulerSnapshot:
     """The state as the scheduler sees it. Looks up in the prefix cache what it has of each waiting sequence, and
     notes the answer in ``Sequence.hits``.
 
     Args:
         book, max_num_seqs: of the queue, and how many may run at once. step_time: what steps take.
-        now: on the engine's clock. terms: how sequences are preempted. swap_room, wanted_blocks, claimed_blocks: see
+        now: on the engine's clock. terms: how sequences are preempted. swap_room, wanted_blocks, claims: see
             `SchedulerSnapshot`.
     """
     # Each sequence takes one block of growth in a step at most: nobody is preempted for growth while there are as
     # many; batch ones may be for interactive ones that wait.
-    short = blocks.free < len(sequences) or claimed_blocks > 0
+    short = blocks.free < len(sequences) or bool(claims)
     short = short or any(
         sequence.num_blocks == 0 and sequence.spec.priority is PriorityClass.INTERACTIVE
         for sequence in sequences.values()
@@ -64,7 +64,7 @@ def take_snapshot(
         block_size=blocks.block_size,
         swap_room=swap_room,
         wanted_blocks=wanted_blocks,
-        claimed_blocks=claimed_blocks,
+        claims=claims,
     )
 
 

@@ -24,8 +24,9 @@ class StepRecord:
         tokens: computed in all. decodes: sequences that got one token. prefills: sequences that got more.
         attended: sum of tokens * context, see `pdcore.step_time`.
         bound_by: what kept the step from being larger, see `ScheduleDecision`.
-        free_blocks: before it. preempted: sequences that lost their blocks for it. swapped_out: those of them whose
-            KV goes to host memory. swapped_in: sequences that come back from there.
+        free_blocks: before its sequences take what they need beside what was cached. preempted: sequences that lost
+            their blocks since the last record. swapped_out: those of them whose KV goes to host memory. swapped_in:
+            sequences that come back from there.
         running: sequences with blocks. waiting: without, by class (interactive, standard, batch).
         predicted_ms: what the step was expected to take; 0 while too few were seen. ms: what it took.
     """
@@ -53,6 +54,7 @@ class StepLog:
     def __init__(self) -> None:
         self._model = StepTimeModel()
         self._records: deque[StepRecord] = deque(maxlen=STEPS_KEPT)
+        self._moved = (0, 0, 0)  # preempted, swapped out, swapped in since the last record
 
     @property
     def step_time(self) -> StepTime:
@@ -65,6 +67,13 @@ class StepLog:
         late = [record.ms for record in list(self._records)[-STEP_TIMES:]]
         return sum(late) / len(late) if late else 0.0
 
+    def decided(self, decision: ScheduleDecision) -> None:
+        """A decision is carried out, be it with a step or without: whoever it moves is in the next record."""
+        preempted, out, back = self._moved
+        swapped = len(decision.swap_out)
+        preempted += len(decision.preempt) + swapped
+        self._moved = preempted, out + swapped, back + len(decision.swap_in)
+
     def begin(
         self,
         step: int,
@@ -75,7 +84,8 @@ class StepLog:
         running: int,
         waiting: tuple[int, int, int],
     ) -> StepRecord:
-        """The record of a step that is about to run."""
+        """The record of a step that is about to run, by a decision that `decided` knows."""
+        (preempted, swapped_out, swapped_in), self._moved = self._moved, (0, 0, 0)
         shape = step_shape(decision)
         decodes = sum(chunk.num_tokens == 1 for chunk in decision.chunks)
         return StepRecord(
@@ -87,9 +97,9 @@ class StepLog:
             attended=shape.attended,
             bound_by=decision.bound_by,
             free_blocks=free_blocks,
-            preempted=len(decision.preempt) + len(decision.swap_out),
-            swapped_out=len(decision.swap_out),
-            swapped_in=len(decision.swap_in),
+            preempted=preempted,
+            swapped_out=swapped_out,
+            swapped_in=swapped_in,
             running=running,
             waiting=waiting,
             predicted_ms=self.step_time.predict_ms(shape) if self.step_time.known else 0.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcore.types import PriorityClass, RequestSpec
@@ -29,15 +30,48 @@ class Reservation(NamedTuple):
     run_here: bool
 
 
-class Claim(NamedTuple):
-    """What an interactive request's ticket needs that was refused: `blocks`, until the time `until`."""
+class _Claim(NamedTuple):
+    """`memory`: it was refused for want of that, and not because other tickets hold their share."""
 
     blocks: int
     until: float
+    memory: bool
 
-    def blocks_at(self, now: float) -> int:
-        """Blocks that are claimed now; whoever needs them still asks for them again before a claim ends."""
-        return self.blocks if now < self.until else 0
+
+class Ahead(NamedTuple):
+    """What those claim that go before a ticket: blocks of memory, and of the share of all tickets together."""
+
+    blocks: int
+    share: int
+
+
+class Claims:
+    """What tickets of interactive requests need that were refused, the first refused first. Not thread-safe.
+
+    A claim ends when its ticket is granted, or when nobody has asked for it for `CLAIM_S`.
+    """
+
+    def __init__(self) -> None:
+        self._claims: dict[str, _Claim] = {}
+
+    def make(self, request_id: str, blocks: int, now: float, *, memory: bool) -> None:
+        """The request's ticket is refused, for want of `memory` or of a share; it keeps the place that it has."""
+        self._claims[request_id] = _Claim(blocks, now + CLAIM_S, memory)
+
+    def drop(self, request_id: str) -> None:
+        """Its ticket is granted. Idempotent."""
+        self._claims.pop(request_id, None)
+
+    def blocks(self, now: float) -> tuple[int, ...]:
+        """Blocks of each claim on memory that stands."""
+        self._claims = {name: claim for name, claim in self._claims.items() if now < claim.until}
+        return tuple(claim.blocks for claim in self._claims.values() if claim.memory)
+
+    def ahead(self, request_id: str) -> Ahead:
+        """Of the claims that were made before that of this request; of all, if it has none."""
+        before = list(takewhile(lambda name: name != request_id, self._claims))
+        claims = [self._claims[name] for name in before]
+        return Ahead(sum(claim.blocks for claim in claims if claim.memory), sum(claim.blocks for claim in claims))
 
 
 @dataclass(slots=True)
@@ -57,9 +91,10 @@ class Ticket:
     outputs: tuple[OutputState | None, ...] = (None,)
 
     @property
-    def interactive(self) -> bool:
-        """Whether it is for an interactive request."""
-        return self.spec is not None and self.spec.priority is PriorityClass.INTERACTIVE
+    def claimant(self) -> str:
+        """The interactive request that it is for; empty if it is for no such one."""
+        spec = self.spec
+        return spec.key.request_id if spec is not None and spec.priority is PriorityClass.INTERACTIVE else ""
 
     def is_for(self, spec: RequestSpec) -> bool:
         """Whether KV of `spec` is what was reserved, as far as is known."""

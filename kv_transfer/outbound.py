@@ -175,7 +175,7 @@ class SenderCounters:
     Attributes:
         unacked_bytes: frame bytes sent and not answered yet, over all streams. peak_unacked_bytes: their maximum.
         frames: frames sent. wire_bytes: their bytes. retries: frames sent again.
-        failed: requests whose KV did not arrive, for other reasons than an abort.
+        failed: requests whose KV did not arrive, for other reasons than an abort or a revoked ticket.
         links: streams opened. lanes: more, by transport; the stream itself is ``grpc``. codecs: more, by codec.
     """
 

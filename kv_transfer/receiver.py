@@ -393,7 +393,7 @@ class KvReceiver:
         with self._desk.lock:
             del self._desk.targets[release.ref]
             self._desk.counters.releases += 1
-            self._desk.counters.failed += release.failed
+            self._desk.counters.failed += release.failed and not isinstance(release.reason, Revocation)
         try:
             self._host.on_release(release.key, release.reason, release.failed)
         except Exception:

@@ -431,7 +431,7 @@ class KvSender:
             if last:
                 del self._deliveries[delivery.key]
                 first = delivery.failure
-                self._counters.failed += first is not None and first.kind is not FailureKind.ABORTED
+                self._counters.failed += first is not None and not _nobodys_fault(first)
             elif failure is not None:
                 # A part of the heads is of no use.
                 for other in delivery.sends:
@@ -449,6 +449,10 @@ class KvSender:
             delivery.on_done(outcome)
         except Exception:
             logger.exception("on_done of %s failed", send.key)
+
+
+def _nobodys_fault(failure: SendFailure) -> bool:
+    return failure.kind is FailureKind.ABORTED or isinstance(failure.reason, Revocation)
 
 
 def _error(failure: SendFailure) -> TransferError:

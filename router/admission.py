@@ -21,7 +21,7 @@ class QueueEntry:
 
     Attributes:
         arrival: counts arrivals; a request that comes back keeps its own and so its place.
-        tokens: of its prompt; under `sjf` without those that a worker had cached when it came.
+        tokens: of its prompt; under `sjf` and `fair` without those that a worker had cached when it came.
         tenant: who it is for.
         not_before: it is not started before this time (seconds, the caller's clock).
         passed: how often a request behind it was started while it did not fit.

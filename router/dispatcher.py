@@ -167,7 +167,7 @@ class Dispatcher:
             raise Unavailable("no decode or aggregated worker is connected")
         names = PromptNames(request.prompt, request.cache_salt)
         tokens = len(request.prompt)
-        if self._config.queue.policy == "sjf":
+        if self._config.queue.policy in ("sjf", "fair"):  # which go by what has to be computed
             tokens = lacking(tokens, self._prefixes.cached(names))
         admitted = self._queue.offer(request.request_id, request.priority, tokens=tokens, tenant=request.tenant)
         if isinstance(admitted, Shed):

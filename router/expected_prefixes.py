@@ -16,7 +16,7 @@ from router.worker_sets import WorkerSet
 
 
 class Group(NamedTuple):
-    """Workers that hold the first `blocks` blocks of a prompt, and no more of it."""
+    """Workers that hold the first `blocks` blocks of a prompt."""
 
     blocks: int
     workers: WorkerSet
@@ -169,23 +169,15 @@ class ExpectedPrefixes:
             self.end(worker, last_name)
 
     def match(self, hashes: Sequence[bytes], among: WorkerSet) -> list[Group]:
-        """Who `among` these was sent how much of the beginning of this prompt, in falling order of blocks."""
-        passed: list[Group] = []  # who was sent at least so much; each within the one before
+        """Who `among` these was sent at least so much of the beginning of this prompt, in rising order of blocks."""
+        groups: list[Group] = []
         edge = self._root
         depth = 0
+        # Behind an edge that the prompt leaves in its middle there is no next one: no name is at two depths.
         while depth < len(hashes) and (child := edge.children.get(hashes[depth])) is not None:
-            common = child.agreement(hashes, depth)
-            depth += common
-            passed.append(Group(depth, child.workers & among))
-            if common < len(child.names):
-                break
+            depth += child.agreement(hashes, depth)
+            groups.append(Group(depth, child.workers & among))
             edge = child
-        groups: list[Group] = []
-        deeper = 0
-        for blocks, workers in reversed(passed):
-            if workers != deeper:
-                groups.append(Group(blocks, workers ^ deeper))
-            deeper = workers
         return groups
 
     def check_integrity(self) -> None:

@@ -19,8 +19,8 @@ holds, by what it has announced, and never less than what is known from the firs
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -28,8 +28,8 @@ from typing import NamedTuple
 from router.expected_prefixes import ExpectedPrefixes, Group
 from router.worker_sets import WorkerSet
 
-EXPECTED_SHARE = 4
-"""One in so many entries of an index, at most, is for what workers are expected to announce."""
+EXPECTED_SHARE = 8
+"""One in so many entries of an index is for what workers are expected to announce."""
 
 _SHARDS = 256  # by a name's first byte; a dict that grows copies itself, and no large one shall make requests wait
 
@@ -40,8 +40,9 @@ class _Known:
 
     Attributes:
         bit: the set of this worker alone, one object for all blocks that nobody else holds.
-        recent, cold: the names, in the order of announcement or, later, use; the values mean nothing. Not sets: those
-            keep no order, and Python's garbage collector would walk through them.
+        recent: names in the order of announcement or, later, use. cold: names in the order in which they will be
+            given up if nobody uses them. Dicts, whose values mean nothing: sets have no order, and cost the garbage
+            collector time.
         following: number of the event that comes next.
     """
 
@@ -57,30 +58,35 @@ class _Known:
         return name in self.recent or name in self.cold
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """These names, known or not, are the beginning of a prompt: what is cold of it becomes recent."""
+        """A prompt of these names goes to the worker: what is cold of its known beginning becomes recent."""
         if not self.cold:  # nothing had to be given up yet
             return
-        used = [name for name in hashes if name in self.cold]
-        for name in used:
-            del self.cold[name]
-        self.recent.update(dict.fromkeys(used))
+        for name in hashes:
+            if name in self.cold:
+                del self.cold[name]
+                self.recent[name] = None
+            elif name not in self.recent:
+                return
 
     def give_up(self) -> list[bytes]:
-        """An eighth of the cold names, the latest first: a block is announced after those before it."""
+        """Forget the next eighth of what is cold; returns the names."""
         if not self.cold:
             self._cool()
-        names = list(islice(reversed(self.cold), (len(self.cold) + 7) // 8))
+        names = list(islice(self.cold, (len(self.cold) + 7) // 8))
         for name in names:
             del self.cold[name]
-        if not self.cold:  # already now, so that there is time to use them before the next are given up
+        # Before the last are gone, so that there is time to use what is cold.
+        if 3 * len(self.cold) < len(self.recent):
             self._cool()
         return names
 
     def _cool(self) -> None:
-        """The older half of what is recent becomes cold."""
-        self.cold = dict.fromkeys(islice(self.recent, (len(self.recent) + 1) // 2))
-        for name in self.cold:
+        """The older half of what is recent becomes cold, to be given up after what is cold already."""
+        older = list(islice(self.recent, (len(self.recent) + 1) // 2))
+        for name in older:
             del self.recent[name]
+        # A block is announced, or used, after those before it: in the reverse order ends are given up first.
+        self.cold.update(dict.fromkeys(reversed(older)))
 
 
 class IndexCounts(NamedTuple):
@@ -105,8 +111,9 @@ class PrefixIndex:
     Not thread-safe. Every operation is complete when it returns, and none waits.
 
     Args:
-        max_blocks: entries at most: known pairs of worker and block, and what is expected. When it is full, what was
-            announced or used longest ago is given up, of the worker of which most is known, ends before beginnings.
+        max_blocks: entries at most: known pairs of worker and block, and what is expected (see `EXPECTED_SHARE`).
+            When it is full, workers of which no less is known than of the average take turns to give up a little of
+            what was announced or used longest ago, ends before beginnings.
         expected_s: how long a prompt that a worker was sent counts as cached there if the worker says nothing.
     """
 
@@ -115,9 +122,10 @@ class PrefixIndex:
             raise ValueError(f"max_blocks is {max_blocks}, and must be at least 1")
         if expected_s <= 0:
             raise ValueError(f"expected_s is {expected_s}, and must be above 0")
-        self._max_blocks = max_blocks
-        self._expected = ExpectedPrefixes(max_blocks // EXPECTED_SHARE, expected_s)
-        self._known: dict[int, _Known] = {}
+        for_expected = max_blocks // EXPECTED_SHARE
+        self._expected = ExpectedPrefixes(for_expected, expected_s)
+        self._max_known = max_blocks - for_expected
+        self._known: OrderedDict[int, _Known] = OrderedDict()  # by worker; the first is the next to give up something
         self._holders: list[dict[bytes, WorkerSet]] = [{} for _ in range(_SHARDS)]
         self._pairs = 0
         self._dropped = 0
@@ -218,7 +226,6 @@ class PrefixIndex:
             known.use(hashes)
         if hashes and (known is None or hashes[-1] not in known):
             self._expected.add(worker, hashes, now)
-            self._make_room()
 
     def match(self, hashes: Sequence[bytes], now: float, among: WorkerSet = -1) -> Iterator[Group]:
         """How many of a prompt's first blocks each worker holds, or is expected to, whichever is more.
@@ -232,7 +239,7 @@ class PrefixIndex:
             among: the workers that are asked for; all, if nothing is said.
 
         Returns:
-            Disjoint groups. Workers that hold nothing are in none.
+            Groups of workers that hold so much and no more, disjoint. Workers that hold nothing are in none.
         """
         self._expected.expire(now)
         known = self._match_known(hashes, among)
@@ -251,10 +258,8 @@ class PrefixIndex:
                 # Many prompts are like no other, which their first block shows.
                 middle = (low + high) // 2 if low else 1
                 name = hashes[middle - 1]
-                holding = holders[name[0]].get(name, none)
                 # Who holds more holds this, and who holds this holds less, known or not.
-                if holding is not holding_low:
-                    holding = holding & holding_low | holding_high
+                holding = holders[name[0]].get(name, none) & holding_low | holding_high
                 if holding == holding_high:
                     high = middle
                 elif holding == holding_low:
@@ -271,8 +276,13 @@ class PrefixIndex:
     # -- the bound -----------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        while self._pairs + len(self._expected) > self._max_blocks:
-            known = max(self._known.values(), key=len)
+        while self._pairs > self._max_known:
+            # Workers take turns, which finds one in a moment; those below the average are passed over.
+            worker = next(iter(self._known))
+            self._known.move_to_end(worker)
+            known = self._known[worker]
+            if len(known) * len(self._known) < self._pairs:
+                continue
             names = known.give_up()
             for name in names:
                 _take(self._holders[name[0]], name, known.bit)
@@ -298,7 +308,7 @@ class PrefixIndex:
                 told[name] = told.get(name, 0) | 1 << worker
         assert held == told
         assert self._pairs == sum(len(known) for known in self._known.values())
-        assert self._pairs + len(self._expected) <= self._max_blocks
+        assert self._pairs <= self._max_known
 
 
 def _take(shard: dict[bytes, WorkerSet], name: bytes, bit: WorkerSet) -> None:
@@ -308,10 +318,19 @@ def _take(shard: dict[bytes, WorkerSet], name: bytes, bit: WorkerSet) -> None:
         shard[name] = rest
 
 
-def _deepest(known: Iterator[Group], expected: Iterable[Group]) -> Iterator[Group]:
-    """Both in falling order of blocks, and each worker only where it has most."""
+def _deepest(known: Iterator[Group], expected: list[Group]) -> Iterator[Group]:
+    """Both as one, in falling order of blocks; a worker is only where it has most. Uses `expected` up."""
     placed: WorkerSet = 0
-    for blocks, workers in heapq.merge(known, expected, key=lambda group: -group.blocks):
+    for blocks, workers in _merged(known, expected):
         if fresh := workers & ~placed:
             yield Group(blocks, fresh)
             placed |= fresh
+
+
+def _merged(known: Iterator[Group], expected: list[Group]) -> Iterator[Group]:
+    # As heapq.merge does it, in a quarter of the time.
+    for group in known:
+        while expected and expected[-1].blocks > group.blocks:
+            yield expected.pop()
+        yield group
+    yield from reversed(expected)

@@ -32,18 +32,24 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 # Settings of a generation_config.json that change what transformers would generate, and that nothing here does; with
 # the values at which they do nothing there.
 _NOT_HONOURED: dict[str, object] = {
+    "bad_words_ids": [],
     "begin_suppress_tokens": [],
     "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
     "forced_bos_token_id": None,
     "forced_eos_token_id": None,
+    "guidance_scale": 1.0,
+    "max_length": 20,
+    "max_time": None,
     "min_length": 0,
     "min_new_tokens": 0,
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
     "penalty_alpha": 0.0,
     "sequence_bias": {},
+    "stop_strings": [],
     "suppress_tokens": [],
     "typical_p": 1.0,
 }

@@ -27,7 +27,7 @@ def members(workers: WorkerSet) -> Iterator[int]:
 def indices(workers: WorkerSet) -> NDArray[np.intp]:
     """Numbers in the set, in rising order, as an array of shape [members]; it indexes arrays by worker."""
     packed = np.frombuffer(workers.to_bytes((workers.bit_length() + 7) // 8, "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
+    return np.unpackbits(packed, bitorder="little").view(np.bool_).nonzero()[0]  # as bool eight times faster
 
 
 class WorkerNumbers:

@@ -13,7 +13,8 @@ _COLUMNS = ("step", "ago", "tokens", "dec", "pre", "bound", "run", "waiting", "f
 _LEGEND = """\
 dec, pre: sequences that got one token, or more. bound: what kept prompts from getting more: tokens
 (max_num_batched_tokens), itl (target_itl_ms), seqs (max_num_seqs), memory (KV blocks). run: sequences with blocks.
-waiting: interactive/standard/batch. free: blocks. out: sequences preempted. pred: predicted ms."""
+waiting: interactive/standard/batch. free: blocks. out: sequences preempted, so many of them to host memory (s), and
++ those that come back from there. pred: predicted ms."""
 
 
 def show_steps(reply: admin_pb2.GetClusterStepsReply, console: Console) -> None:
@@ -49,8 +50,14 @@ def _table(steps: list[worker_pb2.StepRecord]) -> Table:
             str(step.running),
             f"{step.waiting_interactive}/{step.waiting_standard}/{step.waiting_batch}",
             str(step.free_blocks),
-            str(step.preempted),
+            _moved(step),
             f"{step.ms:.1f}",
             f"{step.predicted_ms:.1f}" if step.predicted_ms else "-",
         )
     return table
+
+
+def _moved(step: worker_pb2.StepRecord) -> str:
+    """Preempted, of these swapped, and swapped in."""
+    swapped = f"({step.swapped_out}s)" if step.swapped_out else ""
+    return f"{step.preempted}{swapped}{f'+{step.swapped_in}' if step.swapped_in else ''}"

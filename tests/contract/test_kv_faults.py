@@ -247,6 +247,7 @@ def test_a_ticket_taken_back_during_a_scatter(transport: str, how: str) -> None:
             case _:
                 pair.receiver.release_router("router-0", "gone")
         assert type(sending.wait().error) is (TicketRevoked if how == "revoke" else TicketError)
+        assert pair.sender.counters.failed == (how != "revoke"), "nobody's fault"
         assert pair.host.ends(KEY) == 0, "released with a scatter in flight"
         gate.opened.set()
         settled(pair)

@@ -87,7 +87,7 @@ def test_other_policies_displace_nobody() -> None:
 
 
 def claimed(views: list[SequenceView], free: int, claim: int) -> SchedulerSnapshot:
-    return SchedulerSnapshot(tuple(views), (), free, BLOCK, claimed_blocks=claim)
+    return SchedulerSnapshot(tuple(views), (), free, BLOCK, claims=(claim,))
 
 
 def test_a_ticket_that_was_refused_displaces_too() -> None:

@@ -12,7 +12,7 @@ from engine.ticket import CLAIM_S
 from pdcore.clock import ManualClock
 from pdcore.config import QUEUE_POLICIES, QueueConfig
 from pdcore.types import PriorityClass, RequestSpec
-from tests.support.engine_kit import make_engine, request, run, step, tokens_of
+from tests.support.engine_kit import ManualCopier, make_engine, request, run, step, tokens_of
 from tests.support.fake_runner import FakeRunner, oracle
 
 INTERACTIVE, STANDARD, BATCH = PriorityClass
@@ -177,6 +177,112 @@ class TestDisplacement:
         for spec in batch:
             assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
         assert engine.load().free_blocks == 12
+
+    @staticmethod
+    def full_of_batch(num_blocks: int = 12, **options: object) -> tuple[Engine, ManualClock]:
+        """Four batch requests of two blocks each: of 12 blocks 4 are free, and as many for their growth."""
+        clock = ManualClock()
+        engine = make_engine(
+            FakeRunner(num_blocks=num_blocks),
+            clock=clock,
+            budget=128,
+            max_num_seqs=4,
+            prefix_cache=False,
+            **{"max_reserved_fraction": 1.0, "queue": QueueConfig(batch_share=0.25), **options},  # type: ignore[arg-type]
+        )
+        add(engine, *(request(f"b{i}", 30, 40, priority=BATCH) for i in range(4)))
+        step(engine)
+        return engine, clock
+
+    @pytest.mark.parametrize("other", [BATCH, STANDARD, INTERACTIVE])
+    def test_what_is_claimed_is_not_given_to_another_ticket(self, other: PriorityClass) -> None:
+        engine, clock = self.full_of_batch()
+        urgent = request("now", 60, 3, priority=INTERACTIVE)
+        assert engine.reserve("t", urgent) is None
+        for number in range(5):
+            clock.advance(0.02)
+            step(engine)
+            assert engine.reserve(f"o{number}", request(f"o{number}", 60, 3, priority=other)) is None
+        assert engine.reserve("t", urgent) is not None
+
+    def test_a_small_ticket_that_fits_beside_a_claim_does_not_end_it(self) -> None:
+        engine, clock = self.full_of_batch(queue=QueueConfig(batch_share=0.0))
+        urgent = request("now", 70, 3, priority=INTERACTIVE)
+        assert engine.reserve("t", urgent) is None
+        clock.advance(0.02)
+        step(engine)
+        assert engine.reserve("s", request("small", 10, 3, priority=INTERACTIVE)) is not None
+        assert engine.reserve("o", request("o", 60, 3, priority=BATCH)) is None
+        assert engine.reserve("t", urgent) is not None
+
+    def test_nobody_gives_way_to_a_ticket_that_waits_for_others(self) -> None:
+        """The share of all tickets together is taken: memory is not what it waits for. But it goes first."""
+        engine, clock = self.full_of_batch(20, max_reserved_fraction=0.15)
+        assert engine.reserve("first", request("first", 40, 3)) is not None
+        urgent = request("now", 20, 3, priority=INTERACTIVE)
+        for _ in range(5):
+            assert engine.reserve("t", urgent) is None
+            clock.advance(0.02)
+            step(engine)
+        assert engine.load().preemptions == 0
+        engine.release_ticket("first")
+        assert engine.reserve("small", request("small", 4, 3)) is not None, "the only ticket may always come"
+        engine.release_ticket("small")
+        assert engine.reserve("t", urgent) is not None
+
+    def test_interactive_ones_grow_at_the_cost_of_batch_ones_and_not_the_other_way_round(self) -> None:
+        runner = FakeRunner(num_blocks=16)
+        engine = make_engine(runner, budget=128, prefix_cache=False)
+        batch = [request(f"b{i}", 40, 60, priority=BATCH) for i in range(3)]
+        urgent = request("now", 40, 60, priority=INTERACTIVE)
+        add(engine, *batch)
+        tokens = list(step(engine).tokens)  # type: ignore[union-attr]
+        add(engine, urgent)
+        for _ in range(60):
+            result = step(engine)
+            assert result is not None
+            assert urgent.key in {token.key for token in result.tokens}, "it never waits"
+            tokens += result.tokens
+        assert engine.load().preemptions > 0
+        tokens += run(engine)
+        for spec in (*batch, urgent):
+            assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
+
+    def test_batch_ones_leave_the_places_to_those_that_came_by_tickets(self) -> None:
+        runner = FakeRunner()
+        engine = make_engine(runner, max_num_seqs=2, queue=QueueConfig(batch_share=0.0))
+        add(engine, *(request(f"b{i}", 12, 30, priority=BATCH) for i in range(2)))
+        step(engine)
+        for number in range(2):
+            spec = request(f"now{number}", 10, 9, priority=INTERACTIVE)
+            assert engine.reserve(f"t{number}", spec) is not None
+            engine.commit_ticket(f"t{number}", spec, oracle(runner, spec)[0][0])
+        for _ in range(8):
+            result = step(engine)
+            assert result is not None
+            assert {token.key.request_id for token in result.tokens} == {"now0", "now1"}
+        run(engine)
+        assert engine.load().preemptions == 0, "there is memory for all"
+
+    @pytest.mark.parametrize("swap_blocks", [0, 16])
+    def test_every_preemption_is_in_a_record(self, swap_blocks: int) -> None:
+        engine = make_engine(
+            FakeRunner(num_blocks=4),
+            max_num_seqs=2,
+            prefix_cache=False,
+            queue=QueueConfig(batch_share=0.0),
+            preemption="swap" if swap_blocks else "recompute",
+            swap_blocks=swap_blocks,
+            copier=(copier := ManualCopier()),
+        )
+        add(engine, request("b", 20, 40, priority=BATCH))
+        step(engine)
+        add(engine, request("now", 50, 2, priority=INTERACTIVE))
+        run(engine, copier=copier)
+        load, records = engine.load(), engine.last_steps(500)
+        assert load.preemptions == sum(record.preempted for record in records) == 1
+        assert load.swaps_out == sum(record.swapped_out for record in records) == (swap_blocks > 0)
+        assert load.swaps_in == sum(record.swapped_in for record in records) == (swap_blocks > 0)
 
     def test_a_claim_ends_when_nobody_comes_for_it(self) -> None:
         runner, clock = FakeRunner(num_blocks=12), ManualClock()

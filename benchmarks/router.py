@@ -1,0 +1,313 @@
+"""What a routing decision costs that looks for cached prefixes on every worker, on one core.
+
+    python -m benchmarks.router --workers 1000 --tokens 12000 --json build/router.json
+
+Simulated are the workers: nothing is computed and nothing is sent. Their caches are lists of names that fill up with
+conversations behind shared system prompts, and give up the oldest path when they are full, ends first, as an engine
+does. Every prompt has `--tokens` tokens: it goes on with a conversation, begins one, or is like no other. A decision
+finds who holds how much of it (`match`), takes the worker with the least to compute, queue included (`decide`), and
+notes it (`expect`); names are there already, as fresh objects, as hashing leaves them. In rounds: some decisions one
+after the other, then as many workers announce what they computed of earlier prompts and what they gave up (`apply`).
+
+Times are CPU time of the thread, since nothing here waits, and other work on the machine should not count; reading
+the clock, which the table shows, is in them. Hashing a prompt is measured apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/engine.py hides the package else
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
+from router.expected_prefixes import Group
+from router.prefix_index import PrefixIndex
+from router.worker_sets import indices
+
+BLOCK_SIZE = 16
+SYSTEM_PROMPT_TOKENS = (128, 512, 1024, 2048, 4096, 8192)
+DECISION_S = 0.0002
+"""Simulated time between two decisions: 5,000 a second."""
+
+ROUND = 50
+"""Decisions between which no events come."""
+
+Name = bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `--json` gets; microseconds of CPU time unless a name says otherwise.
+
+    Attributes:
+        decide: `match` and `decide`. route: these two and `expect`. clock: reading it once.
+        groups: of workers that `decide` looked at, on average.
+        hash_prompt: naming the blocks of a prompt of `tokens` tokens.
+        bytes_per_entry: growth of the process over the known pairs, names included.
+    """
+
+    workers: int
+    tokens: int
+    decisions: int
+    seed: int
+    entries: int
+    names: int
+    bytes_per_entry: float
+    hit_rate: float
+    groups: float
+    decide: dict[str, float]
+    route: dict[str, float]
+    decisions_per_s: float
+    events_per_s: float
+    events_per_decision: float
+    longest_apply: float
+    hash_prompt: float
+    clock: float
+
+
+def decide(queued: NDArray[np.int64], groups: Iterable[Group]) -> tuple[int, int, int]:
+    """The worker with the least to compute until a prompt is done, how much of the prompt it holds, and groups seen.
+
+    Args:
+        queued: prompt tokens to compute before this prompt, of shape [workers]. groups: the prompt's match.
+    """
+    best = int(queued.argmin())
+    cost = lowest = int(queued[best])  # the prompt's length is the same for all, and left out
+    held = seen = 0
+    for blocks, workers in groups:
+        cached = blocks * BLOCK_SIZE
+        # Nobody holds more from here on, so nobody can be better than the least busy worker with as much.
+        if lowest - cached >= cost:
+            break
+        seen += 1
+        if not workers & (workers - 1):  # one
+            least_busy = workers.bit_length() - 1
+        else:
+            numbers = indices(workers)
+            least_busy = int(numbers[queued[numbers].argmin()])
+        to_compute = queued.item(least_busy) - cached
+        if to_compute < cost:
+            best, held, cost = least_busy, blocks, to_compute
+    return best, held, seen
+
+
+def fresh(names: list[Name]) -> list[Name]:
+    """Equal names in objects of their own, as they come out of a hash or a message."""
+    whole = b"".join(names)
+    return [whole[at : at + HASH_BYTES] for at in range(0, len(whole), HASH_BYTES)]
+
+
+class SimulatedWorker:
+    """A cache of `capacity` blocks: paths are used as a whole, and the one unused longest gives up its end first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.following = 0
+        self._last_use: dict[Name, None] = {}
+
+    def run(self, hashes: list[Name]) -> list[tuple[bool, Name]]:
+        """Compute a prompt; returns what the worker announces."""
+        added = [name for name in hashes if name not in self._last_use]
+        for name in reversed(hashes):  # the beginning was used last
+            self._last_use.pop(name, None)
+            self._last_use[name] = None
+        surplus = max(0, len(self._last_use) - self.capacity)
+        oldest = iter(self._last_use)
+        removed = [next(oldest) for _ in range(surplus)]
+        for name in removed:
+            del self._last_use[name]
+        self.following += len(added) + surplus
+        return [(True, name) for name in fresh(added)] + [(False, name) for name in fresh(removed)]
+
+
+class Traffic:
+    """Prompts of one length: a mix of conversations that go on, new ones behind a system prompt, and single ones."""
+
+    def __init__(self, rng: random.Random, tokens: int) -> None:
+        self._rng = rng
+        self._blocks = tokens // BLOCK_SIZE
+        lengths = [min(tokens // 2, length) // BLOCK_SIZE for length in SYSTEM_PROMPT_TOKENS]
+        self._system_prompts = [self._new(length) for length in lengths]
+        self._conversations: list[list[Name]] = []
+
+    def conversation(self) -> list[Name]:
+        """The turns so far of a new conversation, which may go on later."""
+        system_prompt = self._rng.choice(self._system_prompts)
+        length = self._rng.randint(len(system_prompt) + 1, self._blocks - 1)
+        turns = system_prompt + self._new(length - len(system_prompt))
+        self._conversations.append(turns)
+        return turns
+
+    def prompt(self) -> list[Name]:
+        kind = self._rng.random()
+        if kind < 0.5:
+            begun = self._rng.choice(self._conversations)
+        elif kind < 0.8:
+            begun = self._rng.choice(self._system_prompts)
+        else:
+            begun = []
+        return fresh(begun + self._new(self._blocks - len(begun)))
+
+    def _new(self, blocks: int) -> list[Name]:
+        # Random names: nothing depends on what was hashed.
+        names = self._rng.randbytes(blocks * HASH_BYTES)
+        return [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
+
+
+class Run:
+    """Workers, their index, and decisions one after the other."""
+
+    def __init__(self, workers: int, tokens: int, capacity: int, seed: int) -> None:
+        rng = random.Random(seed)
+        self.traffic = Traffic(rng, tokens)
+        self.workers = [SimulatedWorker(capacity) for _ in range(workers)]
+        self.index = PrefixIndex(max_blocks=2 * workers * capacity)
+        self.queued = np.array([rng.expovariate(1 / tokens) for _ in range(workers)], np.int64)
+        self.times: dict[str, list[int]] = {"decide": [], "route": [], "apply": []}
+        self.events = 0
+        self.groups = 0
+        self.hits = 0
+        self.now = 0.0
+        self._sent: deque[tuple[int, list[Name], int]] = deque()
+
+    def fill(self) -> float:
+        """Fill every cache; returns by how many bytes the process grew over that for a known pair."""
+        batches: list[tuple[int, int, list[tuple[bool, Name]]]] = []
+        for number, worker in enumerate(self.workers):
+            while worker.following < worker.capacity:
+                first = worker.following
+                batches.append((number, first, worker.run(self.traffic.conversation())))
+        before = psutil.Process().memory_info().rss
+        for number, first, events in batches:
+            # Copied, so that the index keeps names of its own and their memory counts.
+            self.index.apply(number, first, [(added, bytes(bytearray(name))) for added, name in events])
+        return (psutil.Process().memory_info().rss - before) / self.index.counts.known
+
+    def round(self, decisions: int, delay: int) -> None:
+        """So many decisions; then the workers of those `delay` decisions ago announce what they did."""
+        for hashes in [self.traffic.prompt() for _ in range(decisions)]:
+            self._decide(hashes)
+        while len(self._sent) > delay:
+            self._announce(*self._sent.popleft())
+
+    def _decide(self, hashes: list[Name]) -> None:
+        self.now += DECISION_S
+        start = time.thread_time_ns()
+        groups = self.index.match(hashes, self.now)
+        worker, blocks, seen = decide(self.queued, groups)
+        decided = time.thread_time_ns()
+        self.index.expect(worker, hashes, self.now)
+        noted = time.thread_time_ns()
+        self.times["decide"].append(decided - start)
+        self.times["route"].append(noted - start)
+        self.groups += seen
+        self.hits += blocks
+        uncached = (len(hashes) - blocks) * BLOCK_SIZE
+        self.queued[worker] += uncached
+        self._sent.append((worker, hashes, uncached))
+
+    def _announce(self, number: int, hashes: list[Name], computed: int) -> None:
+        self.queued[number] -= computed
+        worker = self.workers[number]
+        first = worker.following
+        events = worker.run(hashes)
+        start = time.thread_time_ns()
+        self.index.apply(number, first, events)
+        self.times["apply"].append(time.thread_time_ns() - start)
+        self.events += len(events)
+
+
+def percentiles(times_ns: list[int]) -> dict[str, float]:
+    """Microseconds."""
+    p50, p95, p99 = np.percentile(times_ns, (50, 95, 99)) / 1000
+    return {"median": float(p50), "p95": float(p95), "p99": float(p99)}
+
+
+def median_us(function: Callable[[], object], rounds: int) -> float:
+    times: list[int] = []
+    for _ in range(rounds):
+        start = time.thread_time_ns()
+        function()
+        times.append(time.thread_time_ns() - start)
+    return percentiles(times)["median"]
+
+
+def measure(args: argparse.Namespace) -> Result:
+    workers, tokens, decisions, seed = args.workers, args.tokens, args.decisions, args.seed
+    run = Run(workers, tokens, args.capacity, seed)
+    bytes_per_entry = run.fill()
+    gc.collect()
+    gc.freeze()  # the simulated workers are not a router's, and shall not cost it collections
+    for done in range(0, decisions, ROUND):
+        run.round(min(ROUND, decisions - done), args.delay)
+    counts = run.index.counts
+    prompt = [random.Random(seed).randrange(2**17) for _ in range(tokens)]
+    return Result(
+        workers=workers,
+        tokens=tokens,
+        decisions=decisions,
+        seed=seed,
+        entries=counts.known,
+        names=counts.names,
+        bytes_per_entry=bytes_per_entry,
+        hit_rate=run.hits / decisions / (tokens // BLOCK_SIZE),
+        groups=run.groups / decisions,
+        decide=percentiles(run.times["decide"]),
+        route=percentiles(run.times["route"]),
+        decisions_per_s=1e9 * decisions / sum(run.times["route"]),
+        events_per_s=1e9 * run.events / max(1, sum(run.times["apply"])),
+        events_per_decision=run.events / max(1, len(run.times["apply"])),
+        longest_apply=max(run.times["apply"], default=0) / 1000,
+        hash_prompt=median_us(lambda: block_hashes(chain_root("benchmark"), prompt, BLOCK_SIZE), 50),
+        clock=median_us(lambda: None, 1000),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=12_000, help="of every prompt")
+    parser.add_argument("--capacity", type=int, default=4096, help="blocks in a worker's cache")
+    parser.add_argument("--decisions", type=int, default=5000)
+    parser.add_argument("--delay", type=int, default=1000, help="decisions until a worker announces its prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result = measure(args)
+    print(
+        f"{result.workers} simulated workers with {args.capacity} blocks each: {result.entries:,} known blocks, "
+        f"{result.names:,} names, {result.bytes_per_entry:.0f} bytes per known block"
+    )
+    print(
+        f"{result.decisions:,} decisions; prompts of {result.tokens:,} tokens, {result.hit_rate:.0%} cached there; "
+        f"{result.groups:.1f} groups of workers looked at\n"
+    )
+    print(f"{'CPU time':24} {'median':>8} {'P95':>8} {'P99':>8}   us")
+    for name, times in (("decide", result.decide), ("decide, expect", result.route)):
+        print(f"{name:24} {times['median']:8.1f} {times['p95']:8.1f} {times['p99']:8.1f}")
+    print(f"{'hash a prompt':24} {result.hash_prompt:8.1f}")
+    print(f"{'read the clock':24} {result.clock:8.1f}\n")
+    print(f"{result.decisions_per_s:,.0f} decisions/s on one core, `expect` included and events not")
+    print(
+        f"{result.events_per_s:,.0f} events/s on one core; {result.events_per_decision:.0f} events for a decision, "
+        f"longest apply {result.longest_apply / 1000:.1f} ms"
+    )
+    if args.json:
+        args.json.write_text(json.dumps(asdict(result), indent=2))
+
+
+if __name__ == "__main__":
+    main()
