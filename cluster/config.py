@@ -29,7 +29,6 @@ from cluster.config_sections import (
 )
 from cluster.cores import CorePlan, plan_cores
 from cluster.kv_shape import kv_bytes_per_token
-from cluster.memory import available_memory
 from pdcore.config import (
     CODEC_CHOICES,
     CODEC_DTYPES,
@@ -43,6 +42,7 @@ from pdcore.config import (
 )
 from pdcore.costs import AUTO
 from pdcore.errors import ConfigError
+from pdcore.memory import available_memory
 from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 from pdcore.types import Role
 
@@ -226,6 +226,9 @@ class ClusterConfig(Section):
             allowed = f"{source} or float32 while prefill has {source}, unless transfer.kv_conversion is rounding"
             raise ConfigError("decode.dtype", target, allowed)
         for key, codec in chosen.items():
+            if codec == "tc4" and key != "transfer.codec" and not self.transfer.calibration:
+                needed = "another codec, or a file made by `pdserve calibrate` as transfer.calibration"
+                raise ConfigError(key, codec, needed)
             if codec is not None and source not in CODEC_DTYPES.get(codec, (source,)):
                 fitting = [name for name in CODEC_CHOICES if source in CODEC_DTYPES.get(name, (source,))]
                 raise ConfigError(key, codec, f"{', '.join(fitting)} while the prefill pool's dtype is {source}")

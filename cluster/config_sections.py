@@ -180,7 +180,8 @@ class TransferSection(Section):
         "credit_bytes",
     )
     credit_bytes: ByteCount = Field(
-        default=ByteSize(8 << 20), description="unacknowledged bytes per connection; bounds the receiver's memory"
+        default=ByteSize(8 << 20),
+        description="unacknowledged bytes per connection, 1GiB at most; as much memory is set aside at both ends",
     )
     lease_s: PositiveFloat = Field(default=10.0, description="seconds without renewal until a ticket expires")
     send_timeout_s: PositiveFloat = Field(default=5.0, description="seconds without progress until a send fails")

@@ -76,11 +76,13 @@ class ClusterController:
         """
         config = self.config
         _check_port(config.router.host, config.router.grpc_port)
+        address = ray_address(config)
+        if address == "local":
+            _check_file("transfer.calibration", config.transfer.calibration)
         self._report(f"resolving model {config.model}")
         path, name = await _resolve(config.model, self._report)
         self.served_name = config.served_name or name
         started = time.monotonic()
-        address = ray_address(config)
         self._report("starting a local Ray" if address == "local" else f"joining Ray at {address}")
         session = self._session = await self._open_ray(started)
         self._on_ray()
@@ -246,6 +248,13 @@ def _check_port(host: str, port: int) -> None:
             f"{host}:{port}",
             f"an address that is free ({error.strerror or error}); --grpc-port takes another port, 0 finds one",
         ) from error
+
+
+def _check_file(key: str, path: str) -> None:
+    """Raise ConfigError if a file is not there: found out by all workers of this machine, but a minute later."""
+    if path and not Path(path).is_file():
+        problem = "it is a folder" if Path(path).is_dir() else "there is no such file"
+        raise ConfigError(key, path, f"a file made by `pdserve calibrate` for this model ({problem})")
 
 
 def _reachable(address: str) -> str:

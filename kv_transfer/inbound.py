@@ -35,7 +35,7 @@ class ReceiverCounters:
     Attributes:
         buffered_bytes: frame bytes received and not freed yet, over all streams. peak_buffered_bytes: their maximum.
         peak_stream_bytes: the maximum for any one stream; never above ``credit_bytes``.
-        frames: frames scattered. rejected: frames not accepted. commits, releases: ends of tickets.
+        frames: frames scattered. rejected: damaged frames. commits, releases: ends of tickets.
         failed: releases of tickets that could not be filled; not of revoked ones.
     """
 

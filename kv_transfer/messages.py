@@ -182,7 +182,8 @@ class Committed(NamedTuple):
 
 
 class Revocation(str):
-    """A reason for refusing a ticket that is nobody's fault: its owner needed the memory, others may have some."""
+    """A reason for refusing a ticket that is nobody's fault: its owner has taken it back, for a request that is over
+    or because it needs the memory."""
 
     __slots__ = ()
 

@@ -181,13 +181,13 @@ class KvReceiver:
     def release(self, key: RequestKey, reason: str) -> None:
         """Take a ticket back. Idempotent, in any state; a ticket being committed is the host's to refuse."""
         with self._desk.lock:
-            effects = self._desk.table.release(key, reason)
+            effects = self._desk.table.release(key, Revocation(reason))
         self._desk.perform(effects)
 
     def release_router(self, router_id: str, reason: str) -> None:
         """Take back every ticket of a router."""
         with self._desk.lock:
-            effects = self._desk.table.release_router(router_id, reason)
+            effects = self._desk.table.release_router(router_id, Revocation(reason))
         self._desk.perform(effects)
 
     def revoke(self, key: RequestKey, reason: str) -> None:

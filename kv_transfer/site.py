@@ -34,7 +34,10 @@ def local_offer(wanted: str, interface: str, device: str) -> Offer:
     """
     available = available_transports()
     if wanted != "auto" and wanted not in available:
-        raise ConfigError("transfer.transport", wanted, f"auto, {', '.join(available)} (what is installed here)")
+        hint = "; `pip install --no-deps nixl nixl-cu12` brings nixl" if wanted == "nixl" else ""
+        raise ConfigError(
+            "transfer.transport", wanted, f"auto, {', '.join(available)} (what is installed here{hint})"
+        )
     gpu = device.startswith(CUDA)
     site = Site(
         host=_boot_id(),

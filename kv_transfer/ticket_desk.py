@@ -126,7 +126,8 @@ class TicketDesk:
         job.frame = None
         with self.lock:
             self.free_bytes(job.stream, job.total)
-            self.counters.rejected += isinstance(reply, FrameNack)
+            # Damaged ones, that is: others come for a ticket that is over, as when a client has gone.
+            self.counters.rejected += isinstance(reply, FrameNack) and reply.retryable
         job.stream.push.reply(reply)
         if job.lane is not None:
             job.lane.answered()

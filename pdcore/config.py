@@ -32,6 +32,8 @@ KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
 QUEUE_POLICIES = ("fcfs", "sjf", "fair", "priority", "static")
 """Orders of waiting requests; `pdcore.queueing` describes them."""
+MAX_CREDIT_BYTES = 1 << 30
+"""Of `transfer.credit_bytes`: each pair of workers sets as much memory aside."""
 ROUTING_POLICIES = ("cost", "least_loaded", "power_of_two", "prefix_affinity", "round_robin")
 """Ways to choose among workers; `router.ranking` describes them."""
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -271,10 +273,10 @@ class TransferConfig:
         _require(1 <= self.frame_tokens <= 256, "transfer.frame_tokens", self.frame_tokens, "1 to 256")
         _require(self.frame_bytes >= 1, "transfer.frame_bytes", self.frame_bytes, "an integer >= 1")
         _require(
-            self.credit_bytes >= 2 * self.message_bytes,
+            2 * self.message_bytes <= self.credit_bytes <= MAX_CREDIT_BYTES,
             "transfer.credit_bytes",
             self.credit_bytes,
-            "at least twice message_bytes",
+            f"twice message_bytes to {MAX_CREDIT_BYTES}",
         )
         _require(self.lease_s > 0, "transfer.lease_s", self.lease_s, "a number > 0")
         _require(self.send_timeout_s > 0, "transfer.send_timeout_s", self.send_timeout_s, "a number > 0")

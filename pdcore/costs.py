@@ -196,8 +196,9 @@ def _reason(transfer: TransferSnapshot, chosen: Prediction, others: Sequence[Pre
     other = next((prediction for prediction in others if prediction.codec == RAW), others[0])
     link = f"{_gbit(transfer.link_bytes_s)} Gbit/s{'' if transfer.link_measured else ' assumed'}"
     hidden = f", prefill hides {_ms(transfer.hidden_s)}" if transfer.hidden_s > 0 else ""
+    small = ", too little to gain" if chosen.codec == RAW and other.exposed_s < chosen.exposed_s else ""
     return (
-        f"{chosen.codec} leaves {_ms(chosen.exposed_s)} exposed, {other.codec} {_ms(other.exposed_s)} "
+        f"{chosen.codec} leaves {_ms(chosen.exposed_s)} exposed, {other.codec} {_ms(other.exposed_s)}{small} "
         f"({link}{hidden})"
     )
 

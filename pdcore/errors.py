@@ -19,7 +19,7 @@
     |- HandshakeRefused             two processes do not fit together: names both values
     `- TransferError                a KV transfer failed; `retryable` says whether trying again can help
        |- TicketError               unknown, stale, expired or exhausted ticket
-       |  `- TicketRevoked          taken back for want of memory: tried again, and not counted as a failure
+       |  `- TicketRevoked          taken back by its owner: not counted as a failure
        |- FrameError                a frame that is malformed, does not fit its ticket, or fails its checksum
        `- TransferTimeout           no progress within the bound
 """
@@ -143,7 +143,7 @@ class TicketError(TransferError):
 
 
 class TicketRevoked(TicketError):
-    """The decode worker took the ticket back, for it needs the memory: nobody's fault."""
+    """The decode worker took the ticket back, for it needs the memory or the request is over: nobody's fault."""
 
 
 class FrameError(TransferError):

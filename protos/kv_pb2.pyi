@@ -792,7 +792,7 @@ class TicketRefused(google.protobuf.message.Message):
     REVOKED_FIELD_NUMBER: builtins.int
     reason: builtins.str
     revoked: builtins.bool
-    """for want of memory: nobody's fault"""
+    """its owner has taken it back, as for want of memory: nobody's fault"""
     @property
     def ticket(self) -> Global___TicketRef: ...
     def __init__(

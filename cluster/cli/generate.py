@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,22 @@ from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
 from cluster.cli.structured import structured_output
 from cluster.timeline import Answer, samples_to_dict, timeline_tables
 from protos import generation_pb2, generation_pb2_grpc
+
+
+class Priority(StrEnum):
+    """Classes of requests."""
+
+    INTERACTIVE = "interactive"
+    STANDARD = "standard"
+    BATCH = "batch"
+
+
+_PRIORITIES = {
+    None: generation_pb2.PRIORITY_UNSPECIFIED,
+    Priority.INTERACTIVE: generation_pb2.PRIORITY_INTERACTIVE,
+    Priority.STANDARD: generation_pb2.PRIORITY_STANDARD,
+    Priority.BATCH: generation_pb2.PRIORITY_BATCH,
+}
 
 
 def generate(
@@ -78,6 +95,10 @@ def generate(
     kv_codec: Annotated[
         str, typer.Option(help="How the prompt's KV travels: auto or a codec; default: the cluster's setting.")
     ] = "",
+    priority: Annotated[
+        Priority | None, typer.Option(help="Class of the request; default: standard.", case_sensitive=False)
+    ] = None,
+    tenant: Annotated[str, typer.Option(help="Whose request it is, for the queue policy fair.")] = "",
     cache_salt: Annotated[str, typer.Option(help="Share cached prompts with requests of this salt only.")] = "",
     request_id: Annotated[str, typer.Option(help="Name of the request; made by the cluster if unset.")] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the whole answer may take.")] = 600.0,
@@ -122,6 +143,7 @@ def generate(
         "prompt_logprobs": prompt_logprobs,
     }
     texts = {"--model": model, "--request-id": request_id, "--cache-salt": cache_salt, "--kv-codec": kv_codec}
+    texts |= {"--tenant": tenant}
     texts |= {"--system": system or "", "the prompt": prompt or ""}
     texts |= {"--regex": regex or "", "--choice": "".join(choice or ())}
     texts |= {"--stop": "".join(stop or ()), "--bad-word": "".join(bad_word or ())}
@@ -129,7 +151,12 @@ def generate(
         if not _is_text(text):
             raise fail(f"{name} is not valid UTF-8", EXIT_USAGE)
     request = generation_pb2.GenerateRequest(
-        request_id=request_id, model=model, kv_codec=kv_codec, cache_salt=cache_salt
+        request_id=request_id,
+        model=model,
+        kv_codec=kv_codec,
+        cache_salt=cache_salt,
+        tenant=tenant,
+        priority=_PRIORITIES[priority],
     )
     _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
     request.sampling.MergeFrom(
@@ -255,6 +282,8 @@ def _stream(
         raise failed_call(error, address) from error
     except KeyboardInterrupt:
         call.cancel()
+        if echo and samples == 1 and answers[0].text:
+            sys.stdout.write("\n")
         raise fail("interrupted; the request is cancelled", EXIT_INTERRUPTED) from None
     except BrokenPipeError:
         call.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
@@ -15,15 +15,16 @@ def check_output(flag: str, path: Path | None) -> None:
     """End the command now if `path`, None for no such file, cannot be written when minutes of work are done."""
     if path is None:
         return
-    problem = None
-    if path.is_dir():
-        problem = "it is a folder"
-    else:
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if not folder.is_dir():
-            problem = f"{folder} is not a folder"
-        elif not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-            problem = "it may not be written"
+    problem = "it is a folder" if path.is_dir() else None
+    nearest = next(parent for parent in path.absolute().parents if parent.exists())
+    if not nearest.is_dir():
+        problem = f"{nearest} is not a folder"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        problem = problem or error.strerror
     if problem is not None:
         allowed = f"a file that can be written ({problem})"
         raise fail(f"{flag}: {str(path)!r} is not allowed; allowed: {allowed}", EXIT_USAGE)

@@ -28,9 +28,11 @@ from kv_transfer.lanes import ExpectedFrame, FrameSink, LaneError, LaneListener,
 from kv_transfer.messages import GroupStore, LaneFrame, NixlStaging, ShmRing
 from kv_transfer.ring import RingSpace
 from kv_transfer.staging import PAGE, RingLoader, frame_bytes, ring_bytes
+from pdcore.memory import available_memory
 
 _MAGIC: Final = b"PDKVRING"
 _NONCE_BYTES: Final = 16
+_MOST_OF_AVAILABLE: Final = 0.1  # of the machine's memory, for one ring
 _SEALS: Final = (
     getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0) | getattr(fcntl, "F_SEAL_SEAL", 0)
 )
@@ -58,6 +60,10 @@ class ShmSendLane:
 
     def offer(self) -> ShmRing:
         nonce = secrets.token_bytes(_NONCE_BYTES)
+        available = available_memory()
+        # Memory that is promised to a file is not refused when it is short: the kernel kills somebody for it.
+        if available is not None and self._size > _MOST_OF_AVAILABLE * available:
+            raise LaneError(f"no shared memory of {self._size} bytes: {available} are available")
         try:
             self._file = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             # All at once: memory that turns out to be missing at the first write would kill the process.

@@ -115,12 +115,14 @@ def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
         "--stop B --stop-token 4 --min-tokens 2 --ignore-eos --request-id r1 --model m --kv-codec q8 --cache-salt s "
         "--include-stop --keep-special --presence-penalty 0.5 --frequency-penalty -0.25 --repetition-penalty 1.5 "
         "--logit-bias 7=-2.5 --logit-bias 9=4 --allowed-token 1 --allowed-token 2 --bad-word x --logprobs 0 "
-        "--prompt-logprobs 3"
+        "--prompt-logprobs 3 --priority batch --tenant t"
     )
     run = Run("generate", "Why?", "--address", cluster.address, *flags.split())
     assert run.code == 0, run.err
     assert cluster.requests[0] == generation_pb2.GenerateRequest(
         request_id="r1",
+        priority=generation_pb2.PRIORITY_BATCH,
+        tenant="t",
         kv_codec="q8",
         cache_salt="s",
         model="m",

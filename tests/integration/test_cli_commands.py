@@ -77,6 +77,9 @@ def test_aggregated_alone_means_nothing_else(tmp_path: Path) -> None:
         (("--set", "router.max_queue"), ["KEY=VALUE"]),
         (("--config", "/nowhere.yaml"), ["--config", "/nowhere.yaml"]),
         (("--decode", "0"), ["decode.workers", "at least 1"]),
+        (("--set", "transfer.calibration=/nowhere"), ["transfer.calibration", "no such file", "pdserve calibrate"]),
+        (("--set", "transfer.credit_bytes=10TiB"), ["transfer.credit_bytes", "1073741824"]),
+        (("--set", "router.kv_codec_by_class.batch=tc4"), ["kv_codec_by_class.batch", "tc4", "pdserve calibrate"]),
     ],
 )
 def test_serve_refuses_a_bad_configuration_at_once(arguments: tuple[str, ...], words: list[str]) -> None:

@@ -144,18 +144,18 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
 
 
 def test_a_worker_that_cannot_start_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"no calibration")
     process = ServeProcess(
         "--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--ray-address", "local",
         "--set", "prefill.num_blocks=64", "--set", "decode.num_blocks=64",
-        "--set", f"transfer.calibration={tmp_path / 'missing'}",
+        "--set", f"transfer.calibration={broken}",
     )  # fmt: skip
     try:
         assert process.wait() == 2, process.output
     finally:
         process.stop()
     (error,) = (line for line in process.output.splitlines() if "error" in line.lower())
-    assert error.startswith(
-        f"error: transfer.calibration: '{tmp_path / 'missing'}' is not allowed; allowed: a file made"
-    )
+    assert error.startswith(f"error: transfer.calibration: '{broken}' is not allowed; allowed: a file made")
     assert "Traceback" not in process.output
     assert "SIGABRT" not in process.output

@@ -12,7 +12,6 @@ from cluster.config import ClusterConfig
 from cluster.config_file import load_config, to_yaml
 from cluster.config_sections import CodecChoice, PoolSection, QueueSection, SchedulerSection
 from cluster.kv_shape import kv_bytes_per_token
-from cluster.memory import available_memory
 from kv_transfer import frames
 from kv_transfer.codecs.registry import STANDARD
 from pdcore.config import (
@@ -26,6 +25,7 @@ from pdcore.config import (
     TenantWeight,
 )
 from pdcore.errors import ConfigError, ModelError
+from pdcore.memory import available_memory
 from pdcore.objective import OBJECTIVES, ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 from pdcore.types import DTYPE_BYTES, Role
 
@@ -80,7 +80,7 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"decode.workers": 0}, "decode.workers", 0, "at least 1 beside 1 prefill workers"),
         ({"prefill.workers": 0}, "prefill.workers", 0, "or at least 1 aggregated worker"),
         ({"decode.scheduler.max_num_seqs": 1000}, "decode.scheduler.max_num_seqs", 1000, "max_num_batched_tokens"),
-        ({"transfer.credit_bytes": "300KiB"}, "transfer.credit_bytes", 300 << 10, "at least twice message_bytes"),
+        ({"transfer.credit_bytes": "300KiB"}, "transfer.credit_bytes", 300 << 10, "twice message_bytes"),
         ({"dead_after_s": 0.6}, "dead_after_s", 0.6, "at least twice heartbeat_s"),
         ({"decode.preemption": "drop"}, "decode.preemption", "drop", "'auto', 'swap' or 'recompute'"),
         ({"decode.preemption": "swap"}, "decode.preemption", "swap", "auto or recompute while swap_memory is 0"),

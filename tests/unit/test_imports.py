@@ -84,7 +84,6 @@ CASES = [
     # The shells bring Ray, and torch only once an actor is made: the driver stays small.
     ("prefill_worker.actor", (*others("prefill_worker", "worker"), *HEAVY)),
     ("decode_worker.actor", (*others("decode_worker", "worker"), *HEAVY)),
-    ("cluster.memory", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.cores", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.config", (*others("cluster"), *WIRE, "ray", "typer", *HEAVY)),
     ("cluster.membership", (*others("cluster", "worker", "protos"), *SERVING, *HEAVY)),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv_transfer.lanes import LaneError
 from kv_transfer.ring import ALIGNMENT, RingSpace
+from kv_transfer.transports import shm
 
 SIZE = 16 * ALIGNMENT
 
@@ -71,3 +75,17 @@ def test_a_full_ring_is_not_taken_for_an_empty_one() -> None:
     assert ring.take(SIZE // 2) == 0, "wrapped, up to the last byte"
     assert not ring.fits(1)
     assert ring.take(1) is None
+
+
+def test_a_ring_takes_a_small_part_of_the_memory_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = cast(Any, None)
+    monkeypatch.setattr(shm, "available_memory", lambda: 100 << 20)
+    with pytest.raises(LaneError, match=r"no shared memory of .* bytes: 104857600 are available"):
+        shm.ShmSendLane(16 << 20, listener).offer()
+    lane = shm.ShmSendLane(1 << 20, listener)
+    assert lane.offer().size > 0
+    lane.close()
+    monkeypatch.setattr(shm, "available_memory", lambda: None)
+    lane = shm.ShmSendLane(16 << 20, listener)
+    assert lane.offer().size > 0
+    lane.close()

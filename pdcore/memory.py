@@ -1,4 +1,4 @@
-"""How much memory this machine has to give: pure but for the files that it reads."""
+"""How much memory this machine has to give. Pure but for the files that it reads."""
 
 from __future__ import annotations
 
