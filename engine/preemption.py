@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdcore.config import PREEMPT_BY_RECOMPUTE, PREEMPT_BY_SWAP
@@ -144,7 +145,7 @@ class Shortage:
 
     Args:
         yielding: who gives way to interactive sequences, in this order.
-        by_class: batch sequences take from batch ones only.
+        by_class: batch sequences take from their like first.
     """
 
     def __init__(
@@ -180,23 +181,28 @@ class Shortage:
         # Transfers that have not been paid for in steps yet go before anything that runs.
         if self._has_tickets:
             return None
-        needy_is_batch = self._by_class and needy.priority is PriorityClass.BATCH
         holders = [
             view for view in self._sequences if view.blocks and view.preemptible and view.key not in self.taken
         ]
         # The youngest that runs and has made progress gives way, unless that is `needy` itself.
-        for view in reversed(holders):
-            if view.key == needy.key:
-                break
-            if needy_is_batch and view.priority is not PriorityClass.BATCH:
-                continue
-            if view.has_credit and not view.copying and not view.preempted:
-                return view
+        younger = list(takewhile(lambda view: view.key != needy.key, reversed(holders)))
+        willing = [view for view in younger if view.has_credit and not view.copying and not view.preempted]
+        if self._by_class and needy.priority is PriorityClass.BATCH:
+            willing = self._of_batch(needy, willing)
+        if willing:
+            return willing[0]
         # Others run (or will, when their copy is in), and will end or preempt `needy`: until then it keeps its own.
         if any(view.has_credit and view.key != needy.key for view in holders):
             return None
         # Nobody else could use the memory: a client that takes nothing must not stop one that does.
         return next((view for view in reversed(holders) if not view.has_credit), None)
+
+    def _of_batch(self, needy: SequenceView, willing: list[SequenceView]) -> list[SequenceView]:
+        """From whom a batch sequence takes: from its like first, from interactive ones only if they could not take
+        from it in turn. Otherwise one would wait for the other."""
+        like = [view for view in willing if view.priority is PriorityClass.BATCH]
+        gives = needy.blocks > needy.shared_blocks and any(view.key == needy.key for view in self._yielding)
+        return like or [view for view in willing if not gives or view.priority is not PriorityClass.INTERACTIVE]
 
     def preempt(self, victim: SequenceView, undone_blocks: int = 0) -> None:
         """Take a victim's memory. `undone_blocks`: given to it by this very decision, and free again."""

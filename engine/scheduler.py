@@ -14,8 +14,8 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
    block comes free (shared ones do not), but none that has made no progress since it was preempted itself. If there
    is none younger, it sits out while others run; if it is the only one that could run, the youngest paused one is
    preempted. Under the policy `priority` an interactive one takes from batch ones first, however old they are, and a
-   batch one from no other than batch ones. Who is preempted is swapped or dropped; what a swap frees comes when it is
-   copied (`engine.preemption`).
+   batch one from its like first, and from interactive ones only if they could not take from it. Who is preempted is
+   swapped or dropped; what a swap frees comes when it is copied (`engine.preemption`).
 4. *Admission* is in the order of the queue's policy (`pdcore.queueing`), all blocks at once, and leaves a block of
    growth to every running sequence.
    Blocks that the prefix cache has of a sequence are taken from it: they cost memory only if nobody uses them.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -348,6 +350,38 @@ def test_every_request_ends_with_its_own_tokens(policy, raw, blocks, partial, sh
             result = step(engine)
             tokens += [] if result is None else result.tokens
     tokens += run(engine)
+    for spec in specs:
+        assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
+    assert engine.load().free_blocks == blocks
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_class_waits_for_ever_for_another(seed: int) -> None:
+    """Pools so small that nearly every step lacks memory, and classes that take from each other."""
+    draw = random.Random(seed)
+    blocks = draw.randint(8, 30)
+    runner = FakeRunner(num_blocks=blocks, block_size=draw.choice([1, 2, 4]), vocab_size=64)
+    engine = make_engine(
+        runner,
+        max_num_seqs=draw.randint(2, 8),
+        prefix_cache=draw.random() < 0.5,
+        queue=QueueConfig("priority", batch_share=draw.choice([0.0, 0.2, 0.5])),
+    )
+    size = runner.geometry.block_size
+    specs = []
+    for number in range(14):
+        known = draw.randint(1, blocks * size // 2)
+        most = min(60, draw.randint(1, blocks * size - known))  # of a window of 64
+        specs.append(request(f"r{number}", known, most, vocab_size=64, priority=draw.choice(list(PriorityClass))))
+    tokens = []
+    for spec in specs:
+        add(engine, spec)
+        for _ in range(draw.randint(0, 4)):
+            if engine.has_work():
+                result = step(engine)
+                assert result is not None, engine.load()
+                tokens += result.tokens
+    tokens += run(engine, steps=4000)
     for spec in specs:
         assert tokens_of(tokens, spec) == oracle(runner, spec)[0]
     assert engine.load().free_blocks == blocks
