@@ -15,19 +15,18 @@ def check_output(flag: str, path: Path | None) -> None:
     """End the command now if `path`, None for no such file, cannot be written when minutes of work are done."""
     if path is None:
         return
-    problem = "it is a folder" if path.is_dir() else None
+    refused = f"{flag}: {str(path)!r} is not allowed; allowed: a file that can be written"
+    if path.is_dir():
+        raise fail(f"{refused} (it is a folder)", EXIT_USAGE)
     nearest = next(parent for parent in path.absolute().parents if parent.exists())
     if not nearest.is_dir():
-        problem = f"{nearest} is not a folder"
+        raise fail(f"{refused} ({nearest} is not a folder)", EXIT_USAGE)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        problem = problem or error.strerror
-    if problem is not None:
-        allowed = f"a file that can be written ({problem})"
-        raise fail(f"{flag}: {str(path)!r} is not allowed; allowed: {allowed}", EXIT_USAGE)
+        raise fail(f"{refused} ({error.strerror})", EXIT_USAGE) from error
 
 
 def write_json(path: Path | None, data: object, console: Console) -> None:
