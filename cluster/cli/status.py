@@ -86,6 +86,9 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
         console.print(_fitting_table(columns, workers, console))
     for note in _notes(workers):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+    for item in workers:
+        for line in _sent(item.load.transfer_events):
+            console.print(f"{item.worker.worker_id}: {line}", markup=False, highlight=False)
 
 
 def _state(item: admin_pb2.WorkerStatus) -> str:
@@ -160,11 +163,10 @@ def _notes(workers: Sequence[admin_pb2.WorkerStatus]) -> Iterator[str]:
         for item in workers
         if item.worker.native_code.startswith("off")
     ]
-    sent = [(item.worker.worker_id, line) for item in workers for line in _sent(item.load.transfer_events)]
     offers = {", ".join(item.worker.transports) for item in workers if item.worker.transports}
-    if problems or slow or sent or offers:
+    if problems or slow or offers:
         yield ""
-    for worker_id, note in problems + slow + sent:
+    for worker_id, note in problems + slow:
         yield f"{worker_id}: {note}"
     if len(offers) == 1:
         yield f"KV transports: {offers.pop()}"
