@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from decode_worker.worker import DecodeWorker
+from engine.preemption import DECODE_WEIGHT
 from pdcore.types import Role
 from tests.support.processes import worker_config
 from tests.support.reference import divergences, load_reference
@@ -43,6 +44,16 @@ def check(model: Path, session: SessionClient, specs: list) -> None:  # type: ig
         output = session.wait_finished(spec.key.request_id)
         assert len(output) == spec.params.max_tokens
         assert all(found.margin < 1e-3 for found in divergences(reference, spec.prompt, output))
+
+
+@pytest.mark.parametrize(("role", "weight"), [(Role.DECODE, DECODE_WEIGHT), (Role.AGGREGATED, 1.0)])
+def test_computing_again_weighs_more_on_a_decode_worker(model: Path, role: Role, weight: float) -> None:
+    worker = DecodeWorker(worker_config(model, role))
+    worker.start()
+    try:
+        assert worker.runtime.engine._swap.terms().recompute_weight == weight
+    finally:
+        worker.stop()
 
 
 def test_it_prefers_to_swap_and_computes_nothing_again(model: Path, worker: DecodeWorker) -> None:
