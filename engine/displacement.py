@@ -8,6 +8,7 @@ for again.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ def kept_batch(config: SchedulerConfig) -> int:
     return math.ceil(config.max_num_seqs * config.queue.batch_share)
 
 
-def yielding(views: list[SequenceView], config: SchedulerConfig) -> list[SequenceView]:
+def yielding(views: Sequence[SequenceView], config: SchedulerConfig) -> list[SequenceView]:
     """Of sequences (the oldest first), those that may have to give way, in the order in which they would."""
     if config.queue.policy != "priority":
         return []
@@ -46,7 +47,7 @@ def displace(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> list[Seque
     claim = standing_claim(snapshot, config)
     if not interactive and not claim:
         return []
-    victims = yielding(list(snapshot.sequences), config)
+    victims = yielding(snapshot.sequences, config)
     places = config.max_num_seqs - sum(bool(view.blocks and view.has_credit) for view in snapshot.sequences)
     free = _free(snapshot)
     displaced = 0
@@ -77,7 +78,7 @@ def standing_claim(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> int:
     had if all give way that may."""
     if not snapshot.claims or config.queue.policy != "priority":
         return 0
-    most = _free(snapshot) + sum(map(_frees, yielding(list(snapshot.sequences), config)))
+    most = _free(snapshot) + sum(map(_frees, yielding(snapshot.sequences, config)))
     return max(total for total in (0, *accumulate(snapshot.claims)) if total == 0 or total <= most)
 
 

@@ -222,7 +222,7 @@ class _Admission:
 def schedule(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> ScheduleDecision:
     """Decide one step. See the module for the rules."""
     by_class = config.queue.policy == "priority"
-    memory = Shortage(snapshot, yielding(list(snapshot.sequences), config), by_class=by_class)
+    memory = Shortage(snapshot, yielding(snapshot.sequences, config), by_class=by_class)
     for view in displace(snapshot, config):
         memory.preempt(view)
     turn = _take_turns(snapshot, config, memory)

@@ -167,7 +167,8 @@ class Dispatcher:
             raise Unavailable("no decode or aggregated worker is connected")
         names = PromptNames(request.prompt, request.cache_salt)
         tokens = len(request.prompt)
-        if self._config.queue.policy in ("sjf", "fair"):  # which go by what has to be computed
+        # These go by what has to be computed: all of it where prompt tokens are scored.
+        if self._config.queue.policy in ("sjf", "fair") and request.params.prompt_logprobs is None:
             tokens = lacking(tokens, self._prefixes.cached(names))
         admitted = self._queue.offer(request.request_id, request.priority, tokens=tokens, tenant=request.tenant)
         if isinstance(admitted, Shed):

@@ -35,7 +35,7 @@ class RouteRequest:
         total_tokens: prompt and output together, at most; a worker that decodes must be able to hold them.
         samples: that go on from the prompt; a ticket has a block for each of them beside the prompt's.
         resumes: tokens were delivered already; the request is replayed locally from prompt + delivered.
-        interactive: batch requests give way to it on a worker that runs it as a whole.
+        interactive: batch requests give way to it, also where it needs a ticket.
         rebuild: a KV transfer failed, and the decode side is to compute the prompt itself.
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
