@@ -159,9 +159,9 @@ def _can_prefill(request: RouteRequest, worker: WorkerSnapshot) -> bool:
     So an idle worker takes a prompt of any length, a second long one waits here, and short ones need not wait behind
     a long one: the worker's scheduler lets them pass.
     """
-    queued = worker.queued_prefill_tokens
-    longest = max(request.prompt_tokens, min(worker.mine.longest_prefill, queued))
-    return queued + request.prompt_tokens - longest <= worker.max_queued_prefill_tokens
+    queued, tokens = worker.queued_prefill_tokens, request.wanted.lacking(worker.worker_id)
+    longest = max(tokens, min(worker.mine.longest_prefill, queued))
+    return queued + tokens - longest <= worker.max_queued_prefill_tokens
 
 
 def _ticket_blocks(request: RouteRequest, worker: WorkerSnapshot) -> int:

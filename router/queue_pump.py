@@ -100,13 +100,13 @@ class QueuePump:
         effects = tracker.dispatch(route, now, branches)
         for sample in joining:
             sample.joined = sample.tracker.attempt
-        tokens = tracker.prompt_tokens
-        local = route.prefill is None
-        self._pool.assign(route.decode, tracker.key, prefill_tokens=tokens if local else 0, cache_tokens=tokens + 1)
-        self._prefixes.expect(route.decode, active.names)
-        if route.prefill is not None:
-            self._pool.assign(route.prefill, tracker.key, prefill_tokens=tokens, cache_tokens=tokens + 1)
-            self._prefixes.expect(route.prefill, active.names)
+        computes = route.prefill or route.decode
+        # What is cached there is not computed: with it, a queue of like prompts would look longer than it is.
+        wanted = self._asked(active, now).wanted
+        for worker_id in dict.fromkeys((route.decode, computes)):
+            tokens = wanted.lacking(worker_id) if worker_id == computes else 0
+            self._pool.assign(worker_id, tracker.key, prefill_tokens=tokens, cache_tokens=tracker.prompt_tokens + 1)
+            self._prefixes.expect(worker_id, active.names)
         self._perform(active, effects)
 
     def workers_changed(self) -> None:

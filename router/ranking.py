@@ -10,7 +10,8 @@
 
 `cost` predicts by what each worker has measured of its own steps (`pdcore.step_time`)::
 
-    where the prompt is computed    steps for what is queued there + steps for what its prefix cache lacks
+    where the prompt is computed    steps for what is queued there
+                                    + 1.25 * steps for what its prefix cache lacks (`WORK_PRICE`)
     where it only generates         transfer of what its prefix cache lacks
     where tokens are generated      `PRICED_TOKENS` steps as long as they will be with this request among them
 
@@ -36,6 +37,9 @@ PRICED_TOKENS = 64
 """Output tokens by whose inter-token latency a worker is judged: how many there will be, nobody knows."""
 STALE_S = 2.0
 """Age at which half of what a report says of queues is believed."""
+WORK_PRICE = 0.25
+"""Computing takes a worker from all others that wait: its time counts so much more than waiting. So siblings that
+arrive together queue up behind the first one, and their common beginning is not computed on every worker."""
 ALIKE = 0.1
 """Costs that exceed the lowest by less than this share are alike: predictions are no better, and turns spread what
 is cached."""
@@ -63,9 +67,9 @@ class Wanted:
     draw: int = 0
     transfer_ms: float = 0.0
 
-    def lacking(self, worker: WorkerSnapshot) -> int:
+    def lacking(self, worker_id: str) -> int:
         """Prompt tokens that the worker has to compute or to be sent: its last token always."""
-        return max(1, self.prompt_tokens - self.cached.get(worker.worker_id, 0))
+        return max(1, self.prompt_tokens - self.cached.get(worker_id, 0))
 
 
 def best_prefill(policy: str, wanted: Wanted, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
@@ -81,7 +85,7 @@ def best_decode(policy: str, wanted: Wanted, workers: Sequence[WorkerSnapshot]) 
     """The worker that is to get the prompt's KV and to generate; None if there is none."""
 
     def cost(pool: _Pool, worker: WorkerSnapshot) -> float:
-        return wanted.transfer_ms * wanted.lacking(worker) + PRICED_TOKENS * pool.step_ms(wanted, worker)
+        return wanted.transfer_ms * wanted.lacking(worker.worker_id) + PRICED_TOKENS * pool.step_ms(wanted, worker)
 
     return _best(policy, wanted, workers, cost, _decode_load)
 
@@ -109,9 +113,9 @@ class _Pool:
         # What this router has sent there itself is no rumour.
         queued = worker.queued_prefill_tokens
         queued = max(worker.mine.prefill_tokens, belief * queued + (1 - belief) * self._queued)
-        lacking = wanted.lacking(worker)
+        lacking = wanted.lacking(worker.worker_id)
         attended = lacking * (wanted.prompt_tokens - lacking) + lacking * lacking // 2
-        return self._ms(worker, queued, 0) + self._ms(worker, lacking, attended)
+        return self._ms(worker, queued, 0) + (1 + WORK_PRICE) * self._ms(worker, lacking, attended)
 
     def step_ms(self, wanted: Wanted, worker: WorkerSnapshot) -> float:
         """A step that generates one token of each request there, this one among them."""

@@ -295,6 +295,7 @@ def test_stale_frames_never_reach_blocks_that_have_changed_hands(transport: str)
         error = stale.wait().error
         assert isinstance(error, TicketError)
         assert "gone" in str(error)
+        assert pair.receiver.counters.rejected == 0, "they came too late, and none was damaged"
         assert bool((pair.target.cache == before).all())
         sending = pair.open(new_key, new)
         pair.sender.finish(new_key, 1)

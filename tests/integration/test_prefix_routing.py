@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from pdcore.types import Role
 from router.client import Client, Completion, Sampling
 from router.prefixes import PromptNames
 from tests.support.local_cluster import LocalCluster
+from tests.support.null_cluster import NullCluster
+from tests.support.null_worker import NullWorker
 from tests.support.processes import eventually, worker_config
 from tests.support.tiny_model import tiny_llama
 
@@ -72,3 +75,13 @@ def test_what_was_evicted_draws_nobody(tmp_path: Path) -> None:
         gone = [number for number in range(1, 9) if len(prefixes.cached(PromptNames(document(number), ""))) == 1]
         assert len(gone) >= 6
         assert client.complete(document(gone[0]), SHORT).end.usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize(("alike", "homes"), [(True, 1), (False, 3)])
+async def test_siblings_that_arrive_together_have_one_home(tmp_path: Path, alike: bool, homes: int) -> None:
+    """Workers that report nothing of their caches, and compute for a while: the router knows what it has sent."""
+    workers = [NullWorker(f"p{number}", Role.PREFILL, step_s=0.3) for number in range(3)]
+    async with NullCluster(tiny_llama(tmp_path / "model"), [*workers, NullWorker("d0", Role.DECODE)]) as cluster:
+        prompts = [[*document(0 if alike else number, 160), number] for number in range(6)]
+        answers = await asyncio.gather(*(cluster.client.complete(prompt, SHORT) for prompt in prompts))
+        assert len({where(answer) for answer in answers}) == homes

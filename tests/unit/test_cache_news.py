@@ -58,7 +58,7 @@ class Listener:
 
 
 # Blocks that come or go; None: the stream takes a report.
-@given(st.lists(st.none() | st.integers(0, 9), max_size=120), st.integers(1, 9))
+@given(st.lists(st.sampled_from([None, *range(10)]), max_size=120), st.integers(1, 9))
 def test_a_follower_knows_what_is_there(happenings: list[int | None], at_once: int) -> None:
     source, listener = Source(), Listener()
     for number in range(3):
@@ -78,6 +78,20 @@ def test_a_follower_knows_what_is_there(happenings: list[int | None], at_once: i
         assert listener.known == set(source.names)
     finally:
         cache_news.EVENTS_AT_ONCE = most
+
+
+def test_who_falls_behind_hears_all_that_is_there_anew() -> None:
+    source, listener = Source(), Listener()
+    follower = CacheFollower(source)
+    source.flip(1)
+    listener.hear(follower.take())
+    for number in (1, 2, 3, 4, 5, 6, 7, 8):  # the log has room for six
+        source.flip(number)
+    message = follower.take()
+    assert message is not None
+    assert message.reset
+    listener.hear(message)
+    assert listener.known == set(source.names)
 
 
 def test_without_news_there_is_no_message_and_an_empty_cache_is_told_once() -> None:

@@ -13,7 +13,7 @@ from pdcore.config import ROUTING_POLICIES
 from pdcore.step_time import StepTime
 from pdcore.types import Role, WorkerLoad
 from router.policy import Mode, Route, RouteRequest, choose
-from router.ranking import ALIKE, PRICED_TOKENS, Wanted, best_decode, best_prefill, best_whole
+from router.ranking import ALIKE, PRICED_TOKENS, WORK_PRICE, Wanted, best_decode, best_prefill, best_whole
 from router.snapshot import InFlight, WorkerSnapshot
 
 SLOW = StepTime(base_ms=20.0, token_ms=4.0, attended_ms=0.001, steps=50, largest=512)
@@ -65,6 +65,20 @@ class TestCost:
         dear = replace(SLOW, attended_ms=0.01)
         long = [worker("long", step_time=dear, running=5, free_blocks=0), worker("full", step_time=dear, running=6)]
         assert names(best_decode("cost", Wanted(100), long)) == "full", "1,600 tokens more to attend to"
+
+    def test_costs_that_are_alike_go_by_turns_and_others_do_not(self) -> None:
+        for base, taken in ((21.0, "slow"), (30.0, "fast")):
+            slow = worker("slow", step_time=replace(SLOW, token_ms=0.1, base_ms=base))
+            fast = worker("fast", step_time=replace(SLOW, token_ms=0.1), decisions=5)
+            assert names(best_decode("cost", Wanted(10), [slow, fast])) == taken
+
+    def test_siblings_queue_up_behind_the_first_and_strangers_do_not(self) -> None:
+        idle = worker("idle", step_time=FAST)
+        first = worker("first", step_time=FAST, mine=InFlight(requests=1, prefill_tokens=400, longest_prefill=400))
+        assert names(best_prefill("cost", Wanted(420, {"first": 400}), [idle, first])) == "first"
+        assert names(best_prefill("cost", Wanted(420), [idle, first])) == "idle"
+        long = replace(first, mine=InFlight(requests=9, prefill_tokens=900))
+        assert names(best_prefill("cost", Wanted(420, {"first": 400}), [idle, long])) == "idle", "not at any price"
 
     def test_who_has_measured_nothing_is_like_the_others(self) -> None:
         workers = [worker("new", queued_prefill_tokens=10), worker("known", step_time=SLOW)]
@@ -150,7 +164,8 @@ def test_the_cost_of_the_choice_is_the_least_there_is(loads, prompt, data) -> No
         waits = sure * w.load.queued_prefill_tokens + (1 - sure) * queued
         rest = max(1, prompt - cached.get(w.worker_id, 0))
         attended = sum(range(prompt - rest, prompt)) + rest
-        compute = a * (-(-waits // 256) - (-rest // 256)) + b * (waits + rest) + c * attended
+        own = a * -(-rest // 256) + b * rest + c * attended
+        compute = a * -(-waits // 256) + b * waits + (1 + WORK_PRICE) * own
         held = 16 * (100 - w.load.free_blocks) + prompt
         return compute + PRICED_TOKENS * (a + b * (w.load.running + 1) + c * held)
 
