@@ -244,3 +244,9 @@ def test_an_interactive_request_goes_where_batch_ones_make_room_for_its_ticket()
         route(asks(100, interactive=True), p(), replace(full, load=replace(full.load, running=2)), busy).decode
         == "d1"
     )
+
+
+def test_what_is_cached_does_not_count_against_a_worker_s_queue() -> None:
+    busy = p(queued=1500, requests=2, prefill_tokens=1500, longest_prefill=900)
+    assert no_route(asks(500), busy, d()).busy is True
+    assert route(asks(500, cached={"p0": 480}), busy, d()).prefill == "p0"
