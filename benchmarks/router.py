@@ -4,10 +4,11 @@
 
 Simulated are the workers: nothing is computed and nothing is sent. Their caches are lists of names that fill up with
 conversations behind shared system prompts, and give up the oldest path when they are full, ends first, as an engine
-does. Every prompt has `--tokens` tokens: it goes on with a conversation, begins one, or is like no other. A decision
-finds who holds how much of it (`match`), takes the worker with the least to compute, queue included (`decide`), and
-notes it (`expect`); names are there already, as fresh objects, as hashing leaves them. In rounds: some decisions one
-after the other, then as many workers announce what they computed of earlier prompts and what they gave up (`apply`).
+does. Two in five are prefill workers, the others decode workers. Every prompt has `--tokens` tokens: it goes on with
+a conversation, begins one, or is like no other. A decision is the router's own: who holds how much of the prompt
+(`cached`), which mode and workers are the best by cost (`choose`), and what both workers have more to do from now on
+(`note`); names are there already, as fresh objects, as hashing leaves them. In rounds: some decisions one after the
+other, then as many workers announce what they computed of earlier prompts and what they gave up (`apply`).
 
 Times are CPU time of the thread, since nothing here waits, and other work on the machine should not count; reading
 the clock, which the table shows, is in them. Hashing a prompt is measured apart.
@@ -22,21 +23,27 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/engine.py hides the package else
 
 import numpy as np
 import psutil
-from numpy.typing import NDArray
 
+from pdcore.clock import ManualClock
 from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
-from router.expected_prefixes import Group
-from router.prefix_index import PrefixIndex
-from router.worker_sets import indices
+from pdcore.step_time import StepTime
+from pdcore.types import Role, WorkerLoad
+from protos import worker_pb2
+from router.fleet import Fleet
+from router.policy import Route, RouteRequest, choose
+from router.prefixes import Prefixes, PromptNames
+from router.snapshot import WorkerSnapshot
+from router.worker_sets import WorkerNumbers
 
+NAMING = ("benchmark", 16)
 BLOCK_SIZE = 16
 SYSTEM_PROMPT_TOKENS = (128, 512, 1024, 2048, 4096, 8192)
 DECISION_S = 0.0002
@@ -53,8 +60,8 @@ class Result:
     """What `--json` gets; microseconds of CPU time unless a name says otherwise.
 
     Attributes:
-        decide: `match` and `decide`. route: these two and `expect`. clock: reading it once.
-        groups: of workers that `decide` looked at, on average.
+        decide: `cached` and `choose`. route: these two and `note`. clock: reading it once.
+        local: share of the decisions for one worker that does both.
         hash_prompt: naming the blocks of a prompt of `tokens` tokens.
         bytes_per_entry: growth of the process over the known pairs, names included.
     """
@@ -67,7 +74,7 @@ class Result:
     names: int
     bytes_per_entry: float
     hit_rate: float
-    groups: float
+    local: float
     decide: dict[str, float]
     route: dict[str, float]
     decisions_per_s: float
@@ -76,32 +83,6 @@ class Result:
     longest_apply: float
     hash_prompt: float
     clock: float
-
-
-def decide(queued: NDArray[np.int64], groups: Iterable[Group]) -> tuple[int, int, int]:
-    """The worker with the least to compute until a prompt is done, how much of the prompt it holds, and groups seen.
-
-    Args:
-        queued: prompt tokens to compute before this prompt, of shape [workers]. groups: the prompt's match.
-    """
-    best = int(queued.argmin())
-    cost = lowest = int(queued[best])  # the prompt's length is the same for all, and left out
-    held = seen = 0
-    for blocks, workers in groups:
-        cached = blocks * BLOCK_SIZE
-        # Nobody holds more from here on, so nobody can be better than the least busy worker with as much.
-        if lowest - cached >= cost:
-            break
-        seen += 1
-        if not workers & (workers - 1):  # one
-            least_busy = workers.bit_length() - 1
-        else:
-            numbers = indices(workers)
-            least_busy = int(numbers[queued[numbers].argmin()])
-        to_compute = queued.item(least_busy) - cached
-        if to_compute < cost:
-            best, held, cost = least_busy, blocks, to_compute
-    return best, held, seen
 
 
 def fresh(names: list[Name]) -> list[Name]:
@@ -138,6 +119,7 @@ class Traffic:
 
     def __init__(self, rng: random.Random, tokens: int) -> None:
         self._rng = rng
+        self.tokens = tokens
         self._blocks = tokens // BLOCK_SIZE
         lengths = [min(tokens // 2, length) // BLOCK_SIZE for length in SYSTEM_PROMPT_TOKENS]
         self._system_prompts = [self._new(length) for length in lengths]
@@ -167,67 +149,143 @@ class Traffic:
         return [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
 
 
+class Named(PromptNames):
+    """A prompt whose names are there already."""
+
+    def __init__(self, hashes: list[Name]) -> None:
+        super().__init__((), "")
+        self._hashes = hashes
+
+    def by(self, naming: tuple[str, int]) -> list[Name]:
+        return self._hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A decision that its workers have not announced: their numbers, and tokens that the first has to compute."""
+
+    hashes: list[Name]
+    computes: int
+    decodes: int
+    lacking: int
+
+
 class Run:
-    """Workers, their index, and decisions one after the other."""
+    """Workers, what a router knows of them, and decisions one after the other."""
 
     def __init__(self, workers: int, tokens: int, capacity: int, seed: int) -> None:
         rng = random.Random(seed)
         self.traffic = Traffic(rng, tokens)
         self.workers = [SimulatedWorker(capacity) for _ in range(workers)]
-        self.index = PrefixIndex(max_blocks=2 * workers * capacity)
-        self.queued = np.array([rng.expovariate(1 / tokens) for _ in range(workers)], np.int64)
+        self.clock = ManualClock()
+        self.numbers = WorkerNumbers()
+        self.prefixes = Prefixes(self.clock, self.numbers, max_blocks=2 * workers * capacity)
+        self.fleet = Fleet()
+        self.rows = [self._row(number, rng) for number in range(workers)]
+        for number, row in enumerate(self.rows):
+            self.numbers.take(row.worker_id)
+            self.prefixes.connected(row.worker_id, NAMING)
+            self.fleet.put(number, row, 0.0)
         self.times: dict[str, list[int]] = {"decide": [], "route": [], "apply": []}
-        self.events = 0
-        self.groups = 0
-        self.hits = 0
-        self.now = 0.0
-        self._sent: deque[tuple[int, list[Name], int]] = deque()
+        self.events = self.hits = self.local = 0
+        self._sent: deque[Sent] = deque()
+
+    def _row(self, number: int, rng: random.Random) -> WorkerSnapshot:
+        role = Role.PREFILL if number < 2 * len(self.workers) // 5 else Role.DECODE
+        load = WorkerLoad(
+            queued_prefill_tokens=int(rng.expovariate(1 / self.traffic.tokens)) if role is Role.PREFILL else 0,
+            running=0 if role is Role.PREFILL else rng.randrange(32),
+            free_blocks=rng.randrange(100_000, 200_000),
+            total_blocks=200_000,
+            step_time=StepTime(10.0, rng.uniform(0.05, 0.1), 1e-6, steps=99, largest=8192),
+        )
+        return WorkerSnapshot(f"worker-{number}", role, load, BLOCK_SIZE, 256, 1 << 20, max_num_batched_tokens=8192)
 
     def fill(self) -> float:
         """Fill every cache; returns by how many bytes the process grew over that for a known pair."""
-        batches: list[tuple[int, int, list[tuple[bool, Name]]]] = []
+        batches = []
         for number, worker in enumerate(self.workers):
             while worker.following < worker.capacity:
                 first = worker.following
-                batches.append((number, first, worker.run(self.traffic.conversation())))
+                batches.append((number, news(first, worker.run(self.traffic.conversation()))))
         before = psutil.Process().memory_info().rss
-        for number, first, events in batches:
-            # Copied, so that the index keeps names of its own and their memory counts.
-            self.index.apply(number, first, [(added, bytes(bytearray(name))) for added, name in events])
-        return (psutil.Process().memory_info().rss - before) / self.index.counts.known
+        for number, message in batches:
+            self.prefixes.hear(self.rows[number].worker_id, message)
+        return (psutil.Process().memory_info().rss - before) / self.prefixes.counts.known
 
     def round(self, decisions: int, delay: int) -> None:
         """So many decisions; then the workers of those `delay` decisions ago announce what they did."""
         for hashes in [self.traffic.prompt() for _ in range(decisions)]:
             self._decide(hashes)
         while len(self._sent) > delay:
-            self._announce(*self._sent.popleft())
+            self._announce(self._sent.popleft())
 
     def _decide(self, hashes: list[Name]) -> None:
-        self.now += DECISION_S
+        self.clock.advance(DECISION_S)
+        prompt, tokens, now = Named(hashes), self.traffic.tokens, self.clock.now()
         start = time.thread_time_ns()
-        groups = self.index.match(hashes, self.now)
-        worker, blocks, seen = decide(self.queued, groups)
+        self.fleet.settle(now)
+        cached = self.prefixes.cached(prompt)
+        asked = RouteRequest(
+            tokens, tokens + 256, cached=cached, draw=len(self.times["decide"]), transfer_ms=0.01, disaggregate="auto"
+        )
+        route = choose(asked, self.fleet)
         decided = time.thread_time_ns()
-        self.index.expect(worker, hashes, self.now)
+        assert isinstance(route, Route), route
+        decodes = self.fleet.number_of[route.decode]
+        computes = decodes if route.prefill is None else self.fleet.number_of[route.prefill]
+        sent = Sent(hashes, computes, decodes, route.lacking)
+        self._count(sent, 1)
+        for number in {computes, decodes}:
+            self.prefixes.expect(self.rows[number].worker_id, prompt)
         noted = time.thread_time_ns()
         self.times["decide"].append(decided - start)
         self.times["route"].append(noted - start)
-        self.groups += seen
-        self.hits += blocks
-        uncached = (len(hashes) - blocks) * BLOCK_SIZE
-        self.queued[worker] += uncached
-        self._sent.append((worker, hashes, uncached))
+        self.hits += len(hashes) * BLOCK_SIZE - route.lacking
+        self.local += route.prefill is None
+        self._sent.append(sent)
 
-    def _announce(self, number: int, hashes: list[Name], computed: int) -> None:
-        self.queued[number] -= computed
-        worker = self.workers[number]
-        first = worker.following
-        events = worker.run(hashes)
-        start = time.thread_time_ns()
-        self.index.apply(number, first, events)
-        self.times["apply"].append(time.thread_time_ns() - start)
-        self.events += len(events)
+    def _count(self, sent: Sent, sign: int) -> None:
+        """It is on its workers from now on, or (-1) no longer."""
+        for number in {sent.computes, sent.decodes}:
+            row = self.rows[number]
+            mine, blocks = row.mine, row.blocks_for(self.traffic.tokens)
+            tokens = sent.lacking if number == sent.computes else 0
+            mine = replace(
+                mine,
+                requests=mine.requests + sign,
+                prefill_tokens=mine.prefill_tokens + sign * tokens,
+                new_requests=mine.new_requests + sign,
+                new_prefill_tokens=mine.new_prefill_tokens + sign * tokens,
+                new_blocks=mine.new_blocks + sign * blocks,
+            )
+            self.rows[number] = replace(row, mine=mine, decisions=row.decisions + (sign > 0))
+            self.fleet.put(number, self.rows[number], self.clock.now())
+
+    def _announce(self, sent: Sent) -> None:
+        self._count(sent, -1)
+        for number in {sent.computes, sent.decodes}:
+            worker = self.workers[number]
+            first = worker.following
+            events = worker.run(sent.hashes)
+            message = news(first, events)
+            start = time.thread_time_ns()
+            self.prefixes.hear(self.rows[number].worker_id, message)
+            self.times["apply"].append(time.thread_time_ns() - start)
+            self.events += len(events)
+
+
+def news(first: int, events: list[tuple[bool, Name]]) -> worker_pb2.CacheEvents:
+    """As a worker tells it: `reset` with its first one."""
+    runs: list[int] = []
+    for added, _ in events:
+        step = 1 if added else -1
+        if runs and runs[-1] * step > 0:
+            runs[-1] += step
+        else:
+            runs.append(step)
+    names = b"".join(name for _, name in events)
+    return worker_pb2.CacheEvents(first=first, names=names, runs=runs, reset=not first)
 
 
 def percentiles(times_ns: list[int]) -> dict[str, float]:
@@ -253,7 +311,7 @@ def measure(args: argparse.Namespace) -> Result:
     gc.freeze()  # the simulated workers are not a router's, and shall not cost it collections
     for done in range(0, decisions, ROUND):
         run.round(min(ROUND, decisions - done), args.delay)
-    counts = run.index.counts
+    counts = run.prefixes.counts
     prompt = [random.Random(seed).randrange(2**17) for _ in range(tokens)]
     return Result(
         workers=workers,
@@ -263,8 +321,8 @@ def measure(args: argparse.Namespace) -> Result:
         entries=counts.known,
         names=counts.names,
         bytes_per_entry=bytes_per_entry,
-        hit_rate=run.hits / decisions / (tokens // BLOCK_SIZE),
-        groups=run.groups / decisions,
+        hit_rate=run.hits / decisions / tokens,
+        local=run.local / decisions,
         decide=percentiles(run.times["decide"]),
         route=percentiles(run.times["route"]),
         decisions_per_s=1e9 * decisions / sum(run.times["route"]),
@@ -293,14 +351,14 @@ def main() -> None:
     )
     print(
         f"{result.decisions:,} decisions; prompts of {result.tokens:,} tokens, {result.hit_rate:.0%} cached there; "
-        f"{result.groups:.1f} groups of workers looked at\n"
+        f"{result.local:.0%} for one worker\n"
     )
     print(f"{'CPU time':24} {'median':>8} {'P95':>8} {'P99':>8}   us")
-    for name, times in (("decide", result.decide), ("decide, expect", result.route)):
+    for name, times in (("decide", result.decide), ("decide, note", result.route)):
         print(f"{name:24} {times['median']:8.1f} {times['p95']:8.1f} {times['p99']:8.1f}")
     print(f"{'hash a prompt':24} {result.hash_prompt:8.1f}")
     print(f"{'read the clock':24} {result.clock:8.1f}\n")
-    print(f"{result.decisions_per_s:,.0f} decisions/s on one core, `expect` included and events not")
+    print(f"{result.decisions_per_s:,.0f} decisions/s on one core, notes included and events not")
     print(
         f"{result.events_per_s:,.0f} events/s on one core; {result.events_per_decision:.0f} events for a decision, "
         f"longest apply {result.longest_apply / 1000:.1f} ms"

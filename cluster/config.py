@@ -204,6 +204,7 @@ class ClusterConfig(Section):
             drain_timeout_s=self.drain_timeout_s,
             queue=self.queue.to_config(),
             policy=section.policy,
+            disaggregate=section.disaggregate,
         )
 
     def check(self) -> None:

@@ -250,6 +250,11 @@ class RouterSection(Section):
         description="which of the workers that could take a request gets it; cost: where its client is expected to "
         "wait least, by measured step times, queues and cached prompts; docs/routing.md describes them",
     )
+    disaggregate: Literal["auto", "always"] = Field(
+        default="auto",
+        description="always: the prompt on a prefill worker, the rest on a decode worker, wherever both serve; auto: "
+        "both on one worker where that is better by prediction, as for short or mostly cached prompts",
+    )
     max_queue: int = Field(default=256, ge=1, description="requests that may wait for a worker; more are shed")
     token_window: int = Field(
         default=64, ge=1, description="tokens per request that the client has not taken yet, at most"

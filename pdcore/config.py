@@ -36,6 +36,8 @@ MAX_CREDIT_BYTES = 1 << 30
 """Of `transfer.credit_bytes`: each pair of workers sets as much memory aside."""
 ROUTING_POLICIES = ("cost", "least_loaded", "power_of_two", "prefix_affinity", "round_robin")
 """Ways to choose among workers; `router.ranking` describes them."""
+DISAGGREGATE_CHOICES = (AUTO, "always")
+"""What `router.disaggregate` may be; `router.policy` describes them."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
 MODEL_IMPLS = ("auto", "native", "transformers")
@@ -387,6 +389,7 @@ class RouterConfig:
         drain_timeout_s: seconds that running requests get after SIGTERM.
         kv_codec_by_class: codecs of the requests that ask for none.
         queue: in which order waiting requests are started. policy: which workers they are started on.
+        disaggregate: whether requests run on two workers wherever both pools serve, or only where that is better.
     """
 
     router_id: str
@@ -409,8 +412,11 @@ class RouterConfig:
     kv_codec_by_class: KvCodecByClass = field(default_factory=KvCodecByClass)
     queue: QueueConfig = field(default_factory=QueueConfig)
     policy: str = "cost"
+    disaggregate: str = AUTO
 
     def __post_init__(self) -> None:
+        allowed = ", ".join(DISAGGREGATE_CHOICES)
+        _require(self.disaggregate in DISAGGREGATE_CHOICES, "router.disaggregate", self.disaggregate, allowed)
         _require(self.policy in ROUTING_POLICIES, "router.policy", self.policy, ", ".join(ROUTING_POLICIES))
         _require(0 <= self.grpc_port < 65536, "router.grpc_port", self.grpc_port, "0 to 65535")
         for key in ("max_queue", "token_window", "max_running_per_worker"):

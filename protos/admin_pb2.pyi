@@ -117,6 +117,30 @@ class WorkerStatus(google.protobuf.message.Message):
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus
 
 @typing.final
+class Decision(google.protobuf.message.Message):
+    """Attempts that were begun in a mode for a reason, since the router's start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    mode: builtins.str
+    reason: builtins.str
+    count: builtins.int
+    def __init__(
+        self,
+        *,
+        mode: builtins.str = ...,
+        reason: builtins.str = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["count", b"count", "mode", b"mode", "reason", b"reason"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Decision: typing_extensions.TypeAlias = Decision
+
+@typing.final
 class GetStatusReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -132,6 +156,8 @@ class GetStatusReply(google.protobuf.message.Message):
     WORKERS_FIELD_NUMBER: builtins.int
     FAILED_TRANSFERS_FIELD_NUMBER: builtins.int
     REBUILDS_FIELD_NUMBER: builtins.int
+    DECISIONS_FIELD_NUMBER: builtins.int
+    DEGRADED_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     uptime_s: builtins.float
     draining: builtins.bool
@@ -144,10 +170,16 @@ class GetStatusReply(google.protobuf.message.Message):
     """KV transfers that did not arrive"""
     rebuilds: builtins.int
     """of those, requests that the decode side computed again itself"""
+    degraded: builtins.str
+    """what the cluster does without, and how it serves in spite of it; empty if all is well"""
     @property
     def model(self) -> protos.worker_pb2.ModelDescription: ...
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
+    @property
+    def decisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Decision]:
+        """the most frequent first"""
+
     def __init__(
         self,
         *,
@@ -163,10 +195,12 @@ class GetStatusReply(google.protobuf.message.Message):
         workers: collections.abc.Iterable[Global___WorkerStatus] | None = ...,
         failed_transfers: builtins.int = ...,
         rebuilds: builtins.int = ...,
+        decisions: collections.abc.Iterable[Global___Decision] | None = ...,
+        degraded: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["model", b"model"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatusReply: typing_extensions.TypeAlias = GetStatusReply

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 
 from router.admission import QueueEntry
@@ -22,6 +23,7 @@ class Counters:
     Attributes:
         finished: requests that ended well or were cancelled. failed: that ended with an error. replays: of requests.
         failed_transfers: KV transfers that did not arrive. rebuilds: how many of those requests went on without one.
+        decisions: attempts begun, by mode and reason.
     """
 
     finished: int = 0
@@ -29,6 +31,7 @@ class Counters:
     replays: int = 0
     failed_transfers: int = 0
     rebuilds: int = 0
+    decisions: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, eq=False)

@@ -38,6 +38,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             failed_transfers=dispatcher.counters.failed_transfers,
             rebuilds=dispatcher.counters.rebuilds,
             workers=dispatcher.pool.statuses(),
+            decisions=[
+                admin_pb2.Decision(mode=mode, reason=reason, count=count)
+                for (mode, reason), count in dispatcher.counters.decisions.most_common()
+            ],
+            degraded=dispatcher.pool.degraded,
         )
 
     async def GetSteps(

@@ -112,7 +112,7 @@ class Dispatcher:
         self._active: dict[str, ActiveRequest] = {}
         self._groups: dict[str, SampleGroup] = {}  # by the id that their client knows
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
-        self._prefixes = Prefixes(clock)
+        self._prefixes = Prefixes(clock, self.pool.numbers)
         self._pump = QueuePump(
             self._queue,
             self.pool,
@@ -120,8 +120,10 @@ class Dispatcher:
             self._prefixes,
             clock,
             policy=config.policy,
-            transfer_ms=lambda: self._rates.token_ms,
+            disaggregate=config.disaggregate,
+            rates=self._rates,
             no_route_grace_s=config.worker_wait_s,
+            counters=self.counters,
             perform=self.perform,
             abandon=self._abandon,
         )
@@ -288,8 +290,8 @@ class Dispatcher:
     def on_connected(self, client: WorkerClient) -> None:
         assert client.facts is not None
         geometry = client.facts.geometry
-        self._prefixes.connected(client.worker_id, (geometry.model_digest, geometry.block_size))
         self.pool.connected(client)
+        self._prefixes.connected(client.worker_id, (geometry.model_digest, geometry.block_size))
 
     def on_lost(self, client: WorkerClient, reason: str) -> None:
         now = self._clock.now()
@@ -317,8 +319,9 @@ class Dispatcher:
                         if sample.trunk is not None:
                             self.perform(sample, sample.tracker.part())
                     ticket = reply.granted
-                    reason = f"the decode worker holds {ticket.prefix_tokens} of {ticket.num_tokens} tokens already"
-                    self._pump.start(active, Route(Mode.LOCAL, worker_id, None, reason), self._clock.now())
+                    lacking = max(1, ticket.num_tokens - ticket.prefix_tokens)
+                    route = Route(Mode.LOCAL, worker_id, None, "cached_there", lacking=lacking)
+                    self._pump.start(active, route, self._clock.now())
                     return
             self.perform(active, active.tracker.reserve_granted(worker_id, reply.attempt), reply.granted)
             return
@@ -390,8 +393,11 @@ class Dispatcher:
                     told = part.tracker.prompt_logprobs(worker_id, part.tracker.attempt, logprobs, now)
                     self.perform(part, told)
             elif notice.HasField("kv_received"):
-                stats = stats_from_proto(notice.kv_received)
-                self._rates.transferred(stats, len(active.tracker.prompt))
+                stats, tokens = stats_from_proto(notice.kv_received), len(active.tracker.prompt)
+                self._rates.transferred(stats, tokens)
+                for part in _parts(active, notice.attempt)[:1]:
+                    if (computed := part.tracker.timeline.first_token) is not None:
+                        self._rates.exposed(self._clock.now() - computed, tokens)
                 for part in _parts(active, notice.attempt):
                     self.perform(part, part.tracker.kv_received(worker_id, part.tracker.attempt, stats))
 

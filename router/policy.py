@@ -1,22 +1,27 @@
-"""Which workers run a request: a pure choice from snapshots of their load.
+"""How a request runs, and on which workers: a pure choice from what is known of them.
 
 A request runs in one of two modes::
 
     disaggregated   prefill worker P computes the prompt and ships its KV to decode worker D
-    local           one aggregated (or decode) worker runs both phases
+    local           one worker, of the aggregated or of the decode pool, does both
 
 Here is which workers could take it, and in which mode; which of them is the best is `router.ranking`'s business.
+
+Where both pools serve, the mode is `router.disaggregate`'s: ``always``, or (``auto``) what costs less by prediction.
+Local saves the second worker's queue, the handover and the transfer; it costs the streams that run there, and where
+its longest step would be longer than their inter-token objective, it is out of the question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
-from pdcore.types import Role
-from router.ranking import Wanted, best_decode, best_prefill, best_whole
-from router.snapshot import WorkerSnapshot
+import numpy as np
+
+from router.fleet import Column, Fleet, Mask
+from router.ranking import Best, Ranking, Wanted
 
 
 class Mode(StrEnum):
@@ -40,6 +45,9 @@ class RouteRequest:
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
         policy: how the best of those is found that could take it. cached, draw, transfer_ms: see `Wanted`.
+        disaggregate: ``always`` where both pools serve, or ``auto``.
+        handover_ms: how long a second worker takes to go on, the KV's time on the link aside.
+        itl_ms: objective of the streams that run; 0 if they have none.
     """
 
     prompt_tokens: int
@@ -52,9 +60,12 @@ class RouteRequest:
     exclude: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
     policy: str = "cost"
-    cached: Mapping[str, int] = field(default_factory=dict)
+    cached: Column | None = None
     draw: int = 0
     transfer_ms: float = 0.0
+    disaggregate: str = "always"
+    handover_ms: float = 0.0
+    itl_ms: float = 0.0
 
     @property
     def wanted(self) -> Wanted:
@@ -66,7 +77,8 @@ class RouteRequest:
 class Route:
     """The choice. `prefill` is None in local mode; `reason` says why this mode.
 
-    `rebuild`: the KV was computed before, and its transfer failed.
+    `rebuild`: the KV was computed before, and its transfer failed. `lacking`: prompt tokens to compute, those aside
+    that are cached where it is computed.
     """
 
     mode: Mode
@@ -74,6 +86,7 @@ class Route:
     prefill: str | None
     reason: str
     rebuild: bool = False
+    lacking: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,100 +97,144 @@ class NoRoute:
     reason: str
 
 
-def choose(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> Route | NoRoute:
-    """Choose the best workers that can start `request` now.
-
-    `workers` are those that are connected and take new requests.
-    """
-    usable = [worker for worker in workers if worker.worker_id not in request.exclude]
-    prefill_pool = [w for w in usable if w.role is Role.PREFILL]
-    decode_pool = [w for w in usable if w.role is Role.DECODE]
-    # A worker whose whole cache is too small would refuse the request for good.
-    prefill = [w for w in prefill_pool if request.prompt_tokens < w.capacity_tokens]
-    decode = [w for w in decode_pool if request.total_tokens <= w.capacity_tokens]
-    aggregated = [w for w in usable if w.role is Role.AGGREGATED and request.total_tokens <= w.capacity_tokens]
-
-    if request.rebuild:
-        return _local(request, aggregated + decode, "rebuild")
-    # Tokens are delivered: their KV is gone, and the worker that goes on computes prompt and tokens again itself.
-    if request.resumes:
-        return _local(request, aggregated + decode, "replay")
-    if request.local_only:
-        return _local(request, aggregated + decode, "kv_reservation_too_large")
-    if prefill and decode:
-        first = best_prefill(request.policy, request.wanted, [w for w in prefill if _can_prefill(request, w)])
-        # Samples of a request that runs as a whole wait for blocks one by one; a ticket has them all or none.
-        takers = [w for w in decode if _ticket_blocks(request, w) <= w.load.total_blocks]
-        if not takers:
-            return _local(request, aggregated + decode, "kv_reservation_too_large")
-        second = best_decode(request.policy, request.wanted, _takers(request, takers))
-        if first is not None and second is not None:
-            return Route(Mode.DISAGGREGATED, second.worker_id, first.worker_id, "prefill_pool_serves")
-        # Both pools serve but one is full: an aggregated worker, if there is one, takes what they cannot.
-        if aggregated:
-            return _local(request, aggregated, "pools_full")
-        return NoRoute(busy=True, reason="prefill pool full" if first is None else "decode pool full")
-    if prefill_pool and not prefill:
-        return _local(request, aggregated or decode, "prompt_too_large_for_prefill_pool")
-    if not aggregated:
-        return _local(request, decode, "prefill_pool_empty")
-    if not prefill:
-        return _local(request, aggregated, "aggregated_pool")
-    return _local(request, aggregated, "request_too_large_for_decode_pool" if decode_pool else "decode_pool_empty")
+def choose(request: RouteRequest, fleet: Fleet) -> Route | NoRoute:
+    """Choose the best workers that can start `request` now; the fleet must be settled."""
+    return _Choice(request, fleet).choose()
 
 
-def _local(request: RouteRequest, workers: Sequence[WorkerSnapshot], reason: str) -> Route | NoRoute:
-    if not workers:
-        return NoRoute(busy=False, reason="no decode or aggregated worker that holds the whole request")
-    ready = [
-        w
-        for w in workers
-        if _can_prefill(request, w)
-        and _has_room(w, w.blocks_for(request.prompt_tokens + 1), gives_way=request.interactive)
-    ]
-    if not ready:
-        return NoRoute(busy=True, reason="no room on the workers that run both phases")
-    best = best_whole(request.policy, request.wanted, ready)
-    assert best is not None, "some are ready"
-    return Route(Mode.LOCAL, best.worker_id, None, reason, rebuild=request.rebuild)
+class _Choice:
+    """One choice, and what is computed of all workers for it."""
 
+    def __init__(self, request: RouteRequest, fleet: Fleet) -> None:
+        self._request = request
+        self._fleet = fleet
+        self._ranking = Ranking(request.policy, request.wanted, fleet)
 
-def _takers(request: RouteRequest, workers: Sequence[WorkerSnapshot]) -> list[WorkerSnapshot]:
-    """Decode workers that could take its KV. Batch requests give way to an interactive one, but where there is room
-    nobody has to."""
-    room = [w for w in workers if _has_room(w, _ticket_blocks(request, w))]
-    return room if room or not request.interactive else [w for w in workers if _makes_room(request, w)]
+    def choose(self) -> Route | NoRoute:
+        request, fleet = self._request, self._fleet
+        excluded = fleet.mask_of(request.exclude) if request.exclude else None
+        prefill_pool, decode_pool, aggregated = fleet.prefill, fleet.decode, fleet.aggregated
+        if excluded is not None:
+            prefill_pool, decode_pool, aggregated = (
+                pool & ~excluded for pool in (prefill_pool, decode_pool, aggregated)
+            )
+        # A worker whose whole cache is too small would refuse the request for good.
+        holds = fleet.capacity_tokens >= request.total_tokens
+        prefill = prefill_pool & (fleet.capacity_tokens > request.prompt_tokens)
+        decode, aggregated = decode_pool & holds, aggregated & holds
+        runs_whole = decode | aggregated
+        if request.rebuild:
+            return self._local(runs_whole, "rebuild")
+        # Tokens are delivered: their KV is gone, and the worker that goes on computes prompt and tokens again itself.
+        if request.resumes:
+            return self._local(runs_whole, "replay")
+        if request.local_only:
+            return self._local(runs_whole, "kv_reservation_too_large")
+        serves = bool(prefill.any())
+        if serves and decode.any():
+            # Samples of a request that runs as a whole wait for blocks one by one; a ticket has them all or none.
+            if request.samples > 1:
+                decode = decode & (self._ticket_tokens <= fleet.capacity_tokens)
+                if not decode.any():
+                    return self._local(runs_whole, "kv_reservation_too_large")
+            return self._pools(prefill, decode, aggregated, runs_whole)
+        if prefill_pool.any() and not serves:
+            return self._local(aggregated if aggregated.any() else decode, "prompt_too_large_for_prefill_pool")
+        if not aggregated.any():
+            return self._local(decode, "prefill_pool_empty")
+        if not serves:
+            return self._local(aggregated, "aggregated_pool")
+        reason = "request_too_large_for_decode_pool" if decode_pool.any() else "decode_pool_empty"
+        return self._local(aggregated, reason)
 
+    # -- both pools serve ----------------------------------------------------------------------------------------
 
-def _makes_room(request: RouteRequest, worker: WorkerSnapshot) -> bool:
-    return _has_room(worker, _ticket_blocks(request, worker), gives_way=True)
+    def _pools(self, prefill: Mask, decode: Mask, aggregated: Mask, runs_whole: Mask) -> Route | NoRoute:
+        request, ranking, fleet = self._request, self._ranking, self._fleet
+        first = ranking.prefill(prefill & self._can_prefill)
+        hidden_ms = float(ranking.computing_ms[first.number]) if first is not None else 0.0
+        second = ranking.decode(decode & (fleet.room_tokens >= self._ticket_tokens), hidden_ms)
+        if second is None and request.interactive:
+            # Batch requests give way to an interactive one, but where there is room nobody has to.
+            second = ranking.decode(decode & (fleet.room_if_given_way >= self._ticket_tokens), hidden_ms)
+        if request.disaggregate == "always" or not fleet.measured:
+            here, why = None, "prefill_pool_serves"
+        else:
+            here, why = self._here(runs_whole)
+        if first is None or second is None:
+            # Both pools serve but one is full: a worker that does both, if there is one, takes what they cannot.
+            if here is not None:
+                return self._route(here, None, "prefill_pool_full" if first is None else "decode_pool_full")
+            if aggregated.any():
+                return self._local(aggregated, "pools_full")
+            return NoRoute(busy=True, reason="prefill pool full" if first is None else "decode pool full")
+        if here is not None:
+            if here.cost_ms < first.cost_ms + request.handover_ms + second.cost_ms:
+                return self._route(here, None, self._saving(here, first, second))
+            why = "cheaper_by_prediction"
+        return self._route(second, first, why)
 
+    def _here(self, among: Mask) -> tuple[Best | None, str]:
+        """The worker that would run it as a whole, or why there is none."""
+        objective, fleet = self._request.itl_ms, self._fleet
+        if objective:
+            # What streams run there must not be made wait for longer than they may.
+            calm = (fleet.requests == 0) | (self._ranking.mixed_step_ms() <= objective)
+            if not (among & calm).any():
+                return None, "streams_keep_their_pace"
+            among = among & calm
+        here = self._ranking.whole(among & self._runs_whole_now)
+        return here, "" if here is not None else "decode_pool_busy"
 
-def _can_prefill(request: RouteRequest, worker: WorkerSnapshot) -> bool:
-    """All prompts on a worker but the longest stay within the limit.
+    def _saving(self, here: Best, first: Best, second: Best) -> str:
+        """What running it as a whole saves most of."""
+        request, computing, queued = self._request, self._ranking.computing_ms, self._fleet.queued_ms
+        behind_ms = request.transfer_ms * self._lacking(second) - computing[first.number]
+        savings = {
+            "prefill_pool_busy": queued[first.number] - queued[here.number],
+            "cached_there": computing[first.number] - computing[here.number],
+            "slow_link": max(0.0, behind_ms),
+            "short_prompt": request.handover_ms,
+        }
+        return max(savings, key=lambda reason: savings[reason])
 
-    So an idle worker takes a prompt of any length, a second long one waits here, and short ones need not wait behind
-    a long one: the worker's scheduler lets them pass.
-    """
-    queued, tokens = worker.queued_prefill_tokens, request.wanted.lacking(worker.worker_id)
-    longest = max(tokens, min(worker.mine.longest_prefill, queued))
-    return queued + tokens - longest <= worker.max_queued_prefill_tokens
+    # -- one worker does both ------------------------------------------------------------------------------------
 
+    def _local(self, among: Mask, reason: str) -> Route | NoRoute:
+        if not among.any():
+            return NoRoute(busy=False, reason="no decode or aggregated worker that holds the whole request")
+        best = self._ranking.whole(among & self._runs_whole_now)
+        if best is None:
+            return NoRoute(busy=True, reason="no room on the workers that run both phases")
+        return self._route(best, None, reason)
 
-def _ticket_blocks(request: RouteRequest, worker: WorkerSnapshot) -> int:
-    """What a ticket for the request takes: the prompt, and a block for the first token of each sample."""
-    return worker.blocks_for(request.prompt_tokens + 1) + request.samples - 1
+    def _route(self, decode: Best, prefill: Best | None, reason: str) -> Route:
+        where = self._fleet.id_of(decode.number)
+        lacking = self._lacking(prefill or decode)
+        if prefill is None:
+            return Route(Mode.LOCAL, where, None, reason, self._request.rebuild, lacking)
+        return Route(Mode.DISAGGREGATED, where, self._fleet.id_of(prefill.number), reason, lacking=lacking)
 
+    def _lacking(self, worker: Best) -> int:
+        lacking = self._ranking.lacking
+        return int(lacking if isinstance(lacking, float) else lacking[worker.number])
 
-def _has_room(worker: WorkerSnapshot, blocks: int, gives_way: bool = False) -> bool:
-    """Room for so many blocks. An idle worker is asked in any case: it knows best whether it fits.
+    # -- who has room --------------------------------------------------------------------------------------------
 
-    `gives_way`: what batch requests there would give up for it counts as free.
-    """
-    requests, free_blocks = worker.requests, worker.free_blocks
-    if gives_way:
-        requests -= worker.load.yielding_requests
-        free_blocks += worker.load.yielding_blocks
-    if requests >= worker.max_requests:
-        return False
-    return worker.requests == 0 or free_blocks >= blocks
+    @cached_property
+    def _can_prefill(self) -> Mask:
+        return np.asarray(self._fleet.prompt_limit >= self._ranking.lacking)
+
+    @cached_property
+    def _runs_whole_now(self) -> Mask:
+        """Able to compute the prompt, with room for it and a first new token."""
+        fleet, tokens = self._fleet, self._request.prompt_tokens + 1
+        # Batch requests give way to an interactive one.
+        room = fleet.room_if_given_way if self._request.interactive else fleet.room_tokens
+        return np.asarray(self._can_prefill & (room >= tokens))
+
+    @property
+    def _ticket_tokens(self) -> Column | int:
+        """What a ticket takes: the prompt and a first new token, and a block more for each other sample."""
+        tokens, others = self._request.prompt_tokens + 1, self._request.samples - 1
+        return tokens + others * self._fleet.block_size if others else tokens

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from pdcore.clock import Clock
 from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
 from protos import worker_pb2
+from router.fleet import Column
 from router.prefix_index import IndexCounts, PrefixIndex
-from router.worker_sets import WorkerNumbers, WorkerSet, members
+from router.worker_sets import WorkerNumbers, WorkerSet, indices
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +46,16 @@ class PromptNames:
 
 
 class Prefixes:
-    """Follows the prefix caches of the connected workers. Everything happens on one event loop."""
+    """Follows the prefix caches of the connected workers. Everything happens on one event loop.
 
-    def __init__(self, clock: Clock, max_blocks: int = MAX_BLOCKS) -> None:
+    Args:
+        numbers: of the workers; whoever owns them keeps one for as long as its worker is connected.
+    """
+
+    def __init__(self, clock: Clock, numbers: WorkerNumbers, max_blocks: int = MAX_BLOCKS) -> None:
         self._clock = clock
         self._index = PrefixIndex(max_blocks)
-        self._numbers = WorkerNumbers()
+        self.numbers = numbers
         self._namings: dict[str, Naming] = {}
         self._groups: dict[Naming, WorkerSet] = {}
 
@@ -60,46 +67,47 @@ class Prefixes:
         """A session with the worker begins; nothing is known of its cache."""
         self.lost(worker_id)
         self._namings[worker_id] = naming
-        self._groups[naming] = self._groups.get(naming, 0) | 1 << self._numbers.take(worker_id)
+        self._groups[naming] = self._groups.get(naming, 0) | 1 << self.numbers.take(worker_id)
 
     def lost(self, worker_id: str) -> None:
         """The session has ended. Idempotent."""
         naming = self._namings.pop(worker_id, None)
         if naming is None:
             return
-        number = self._numbers.take(worker_id)
+        number = self.numbers.take(worker_id)
         self._index.forget(number)
         self._groups[naming] &= ~(1 << number)
         if not self._groups[naming]:
             del self._groups[naming]
-        self._numbers.release(worker_id)
 
     def hear(self, worker_id: str, news: worker_pb2.CacheEvents) -> None:
         """A report's news of the worker's cache. News that make no sense are forgotten, with all before them."""
         if worker_id not in self._namings:
             return
-        number = self._numbers.take(worker_id)
+        number = self.numbers.take(worker_id)
         if len(news.names) != HASH_BYTES * sum(map(abs, news.runs)) or 0 in news.runs:
             logger.error("%s: cache events of %d bytes do not fit their runs", worker_id, len(news.names))
             self._index.forget(number)
             return
         self._index.apply(number, news.first, list(_events(news)), gap=news.reset)
 
-    def cached(self, prompt: PromptNames) -> dict[str, int]:
-        """Tokens of the prompt's beginning that workers have or are about to have, by worker; none for the others."""
+    def cached(self, prompt: PromptNames) -> Column | None:
+        """Tokens of the prompt's beginning that workers have or are about to have, by number; None if nobody has."""
         now = self._clock.now()
-        found: dict[str, int] = {}
+        found: Column | None = None
         for naming, workers in self._groups.items():
             for group in self._index.match(prompt.by(naming), now, workers):
-                for number in members(group.workers):
-                    found[self._numbers.id_of(number)] = group.blocks * naming[1]
+                if found is None:
+                    found = np.zeros(len(self.numbers))
+                alone = not group.workers & (group.workers - 1)
+                found[group.workers.bit_length() - 1 if alone else indices(group.workers)] = group.blocks * naming[1]
         return found
 
     def expect(self, worker_id: str, prompt: PromptNames) -> None:
         """The prompt was sent to the worker, or to whoever will send its KV there."""
         naming = self._namings.get(worker_id)
         if naming is not None:
-            self._index.expect(self._numbers.take(worker_id), prompt.by(naming), self._clock.now())
+            self._index.expect(self.numbers.take(worker_id), prompt.by(naming), self._clock.now())
 
 
 def _events(news: worker_pb2.CacheEvents) -> Iterator[tuple[bool, bytes]]:
@@ -110,6 +118,6 @@ def _events(news: worker_pb2.CacheEvents) -> Iterator[tuple[bool, bytes]]:
             at += HASH_BYTES
 
 
-def lacking(tokens: int, cached: Mapping[str, int]) -> int:
+def lacking(tokens: int, cached: Column | None) -> int:
     """Tokens of a prompt that have to be computed wherever it goes: its last one always."""
-    return max(1, tokens - max(cached.values(), default=0))
+    return tokens if cached is None else max(1, tokens - int(cached.max()))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pdcore.clock import Clock
 from pdcore.errors import RequestError, Unavailable
 from pdcore.types import PriorityClass
-from router.active import ActiveRequest
+from router.active import ActiveRequest, Counters
 from router.admission import AdmissionQueue, QueueEntry
 from router.effects import Effect
 from router.policy import NoRoute, Route, RouteRequest, choose
 from router.prefixes import Prefixes
 from router.ranking import USES_PREFIXES
-from router.snapshot import WorkerSnapshot
+from router.rebuild import TransferRates
 from router.worker_pool import WorkerPool
 
 PUMP_INTERVAL_S = 0.001
@@ -25,8 +25,9 @@ class QueuePump:
 
     Args:
         active: the requests that have not ended, by id.
-        prefixes: what workers have cached. policy: see `router.ranking`.
-        transfer_ms: of one token's KV, as far as is known.
+        prefixes: what workers have cached. policy: see `router.ranking`. disaggregate: see `router.policy`.
+        rates: what is known of KV transfers.
+        counters: gets the decisions.
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
         perform: carries out what a request's tracker decided. abandon: ends a request with an error.
     """
@@ -40,8 +41,10 @@ class QueuePump:
         clock: Clock,
         *,
         policy: str,
-        transfer_ms: Callable[[], float],
+        disaggregate: str,
+        rates: TransferRates,
         no_route_grace_s: float,
+        counters: Counters,
         perform: Callable[[ActiveRequest, Sequence[Effect]], None],
         abandon: Callable[[ActiveRequest, RequestError], None],
     ) -> None:
@@ -51,7 +54,9 @@ class QueuePump:
         self._prefixes = prefixes
         self._clock = clock
         self._policy = policy
-        self._transfer_ms = transfer_ms
+        self._disaggregate = disaggregate
+        self._rates = rates
+        self._counters = counters
         self._no_route_grace_s = no_route_grace_s
         self._routes = 0
         self._perform = perform
@@ -73,12 +78,11 @@ class QueuePump:
             self._soon_timer = None
         now = self._clock.now()
         while self._queue:
-            workers = self._pool.snapshots()
-            if not workers:
+            if self._pool.fleet().empty:
                 break
 
             def route_for(entry: QueueEntry) -> Route | None:
-                return self._route(self._active[entry.request_id], workers, now)  # noqa: B023  # called at once
+                return self._route(self._active[entry.request_id], now)
 
             started = self._queue.start_next(now, route_for)
             if started is None:
@@ -101,10 +105,9 @@ class QueuePump:
         for sample in joining:
             sample.joined = sample.tracker.attempt
         computes = route.prefill or route.decode
-        # What is cached there is not computed: with it, a queue of like prompts would look longer than it is.
-        wanted = self._asked(active, now).wanted
+        self._counters.decisions[route.mode, route.reason] += 1
         for worker_id in dict.fromkeys((route.decode, computes)):
-            tokens = wanted.lacking(worker_id) if worker_id == computes else 0
+            tokens = route.lacking if worker_id == computes else 0
             self._pool.assign(worker_id, tracker.key, prefill_tokens=tokens, cache_tokens=tracker.prompt_tokens + 1)
             self._prefixes.expect(worker_id, active.names)
         self._perform(active, effects)
@@ -126,9 +129,9 @@ class QueuePump:
             if timer is not None:
                 timer.cancel()
 
-    def _route(self, active: ActiveRequest, workers: Sequence[WorkerSnapshot], now: float) -> Route | None:
+    def _route(self, active: ActiveRequest, now: float) -> Route | None:
         self._routes += 1
-        chosen = choose(self._asked(active, now), workers)
+        chosen = choose(self._asked(active, now), self._pool.fleet())
         if isinstance(chosen, NoRoute):
             if chosen.busy:
                 active.no_route_since = None
@@ -142,12 +145,11 @@ class QueuePump:
         """There are workers, but for the whole grace none that could ever take a request: it ends."""
         if not self._pool.route_possible:
             return  # `_give_up_waiting` sees to that, and names the cause
-        workers = self._pool.snapshots()
         for active in self._waiting():
             since = active.no_route_since
             if since is None or now < since + self._no_route_grace_s:
                 continue
-            self._route(active, workers, now)  # a look may be long ago
+            self._route(active, now)  # a look may be long ago
             if active.no_route_since is not None:
                 self._abandon(active, Unavailable("no connected worker's KV cache holds the request"))
 
@@ -191,9 +193,11 @@ class QueuePump:
             exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
             avoid=active.avoid,
             policy=self._policy,
-            cached=self._prefixes.cached(active.names) if self._by_prefix(active) else {},
+            cached=self._prefixes.cached(active.names) if self._by_prefix(active) else None,
             draw=self._routes,
-            transfer_ms=self._transfer_ms(),
+            transfer_ms=self._rates.token_ms,
+            disaggregate=self._disaggregate,
+            handover_ms=self._rates.handover_ms,
         )
 
     def _by_prefix(self, active: ActiveRequest) -> bool:

@@ -12,41 +12,48 @@
 
     where the prompt is computed    steps for what is queued there
                                     + 1.25 * steps for what its prefix cache lacks (`WORK_PRICE`)
-    where it only generates         transfer of what its prefix cache lacks
+    where it only generates         transfer of what its prefix cache lacks, as far as computing does not hide it
     where tokens are generated      `PRICED_TOKENS` steps as long as they will be with this request among them
 
-and for a worker that runs it as a whole all but the transfer. A worker that has measured nothing yet is taken to be
-like the mean of those that have. What a report says fades as it ages, towards the mean of all: a worker that was idle
-some seconds ago is not a better guess than another.
+and for a worker that runs it as a whole all but the transfer; its computing costs more there, for it takes the time
+from the streams that run there, each of them (`STREAM_PRICE`), or will (`HERE_PRICE`). A worker that has measured
+nothing yet is taken to be like the mean of those that have. What a report says fades as it ages, towards the mean of
+all: a worker that was idle some seconds ago is not a better guess than another.
 """
 
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from pdcore.step_time import StepShape, StepTime
-from router.snapshot import WorkerSnapshot
+import numpy as np
+from numpy.typing import NDArray
+
+from router.fleet import Column, Fleet, Mask
+
+Rows = NDArray[np.intp]
+"""Numbers of workers."""
+
+_SPREAD = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+_MOST = float(np.finfo(np.float64).max)
 
 USES_PREFIXES = frozenset({"cost", "prefix_affinity"})
 """Policies to which it matters what is cached where."""
 PRICED_TOKENS = 64
 """Output tokens by whose inter-token latency a worker is judged: how many there will be, nobody knows."""
-STALE_S = 2.0
-"""Age at which half of what a report says of queues is believed."""
 WORK_PRICE = 0.25
 """Computing takes a worker from all others that wait: its time counts so much more than waiting. So siblings that
 arrive together queue up behind the first one, and their common beginning is not computed on every worker."""
+HERE_PRICE = 0.25
+"""The same once more where streams live: those to come will find the worker busy."""
+STREAM_PRICE = 1.0
+"""What computing costs each stream that runs there, in its own time: all of it."""
 ALIKE = 0.1
 """Costs that exceed the lowest by less than this share are alike: predictions are no better, and turns spread what
 is cached."""
-_GUESS = StepTime(base_ms=1.0, token_ms=1.0)
-
-Key = tuple[float | bool | str, ...]
-Rank = Callable[[WorkerSnapshot], Key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,132 +62,127 @@ class Wanted:
 
     Attributes:
         prompt_tokens: to compute, or to have computed elsewhere.
-        cached: tokens of the prompt's beginning that workers have, by worker; none for those that are not in it.
+        cached: tokens of the prompt's beginning that workers have, by number; None if nobody has any.
         avoid: workers that are taken only if there is no other.
         draw: a number that differs from request to request; breaks ties, and is what `power_of_two` draws by.
         transfer_ms: of one token's KV; 0 if it is not known.
     """
 
     prompt_tokens: int
-    cached: Mapping[str, int] = field(default_factory=dict)
+    cached: Column | None = None
     avoid: frozenset[str] = frozenset()
     draw: int = 0
     transfer_ms: float = 0.0
 
-    def lacking(self, worker_id: str) -> int:
-        """Prompt tokens that the worker has to compute or to be sent: its last token always."""
-        return max(1, self.prompt_tokens - self.cached.get(worker_id, 0))
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """A choice: the worker's number, and its predicted cost in milliseconds."""
+
+    number: int
+    cost_ms: float
 
 
-def best_prefill(policy: str, wanted: Wanted, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
-    """The worker that is to compute the prompt; None if there is none."""
+class Ranking:
+    """Ranks the workers of a fleet, which must be settled, for one request.
 
-    def cost(pool: _Pool, worker: WorkerSnapshot) -> float:
-        return pool.prefill_ms(wanted, worker)
+    Args:
+        policy: one of `pdcore.config.ROUTING_POLICIES`.
+    """
 
-    return _best(policy, wanted, workers, cost, _prefill_load)
+    def __init__(self, policy: str, wanted: Wanted, fleet: Fleet) -> None:
+        self._policy = policy
+        self._wanted = wanted
+        self._fleet = fleet
+        self._avoid = fleet.mask_of(wanted.avoid) if wanted.avoid else None
 
+    # -- what is predicted, of every worker ----------------------------------------------------------------------
 
-def best_decode(policy: str, wanted: Wanted, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
-    """The worker that is to get the prompt's KV and to generate; None if there is none."""
+    @cached_property
+    def lacking(self) -> Column | float:
+        """Prompt tokens that the worker has to compute or to be sent: its last token always. A number if it is the
+        same for all."""
+        tokens = self._wanted.prompt_tokens
+        if self._wanted.cached is None:
+            return float(max(1, tokens))
+        return np.maximum(tokens - self._wanted.cached, 1.0)
 
-    def cost(pool: _Pool, worker: WorkerSnapshot) -> float:
-        return wanted.transfer_ms * wanted.lacking(worker.worker_id) + PRICED_TOKENS * pool.step_ms(wanted, worker)
+    @cached_property
+    def computing_ms(self) -> Column:
+        """To compute what is lacking there."""
+        lacking = self.lacking
+        return self._fleet.computing_ms(lacking, lacking * (self._wanted.prompt_tokens - 0.5 * lacking))
 
-    return _best(policy, wanted, workers, cost, _decode_load)
-
-
-def best_whole(policy: str, wanted: Wanted, workers: Sequence[WorkerSnapshot]) -> WorkerSnapshot | None:
-    """The worker that is to run the request as a whole; None if there is none."""
-
-    def cost(pool: _Pool, worker: WorkerSnapshot) -> float:
-        return pool.prefill_ms(wanted, worker) + PRICED_TOKENS * pool.step_ms(wanted, worker)
-
-    return _best(policy, wanted, workers, cost, _whole_load)
-
-
-class _Pool:
-    """What is needed of all workers to judge one of them."""
-
-    def __init__(self, workers: Sequence[WorkerSnapshot]) -> None:
-        known = [worker.load.step_time for worker in workers if worker.load.step_time.known]
-        self._usual = _mean(known) if known else _GUESS
-        self._queued = fmean(worker.queued_prefill_tokens for worker in workers)
-
-    def prefill_ms(self, wanted: Wanted, worker: WorkerSnapshot) -> float:
-        """Until the prompt is computed there."""
-        belief = 0.5 ** (worker.age_s / STALE_S)
-        # What this router has sent there itself is no rumour.
-        queued = worker.queued_prefill_tokens
-        queued = max(worker.mine.prefill_tokens, belief * queued + (1 - belief) * self._queued)
-        lacking = wanted.lacking(worker.worker_id)
-        attended = lacking * (wanted.prompt_tokens - lacking) + lacking * lacking // 2
-        return self._ms(worker, queued, 0) + (1 + WORK_PRICE) * self._ms(worker, lacking, attended)
-
-    def step_ms(self, wanted: Wanted, worker: WorkerSnapshot) -> float:
+    @cached_property
+    def step_ms(self) -> Column:
         """A step that generates one token of each request there, this one among them."""
-        context = (worker.load.total_blocks - worker.free_blocks) * worker.block_size + wanted.prompt_tokens
-        return self._model(worker).predict_ms(StepShape(worker.requests + 1, context))
+        fleet = self._fleet
+        return fleet.stream_ms + fleet.stream_attended_ms * self._wanted.prompt_tokens
 
-    def _ms(self, worker: WorkerSnapshot, tokens: float, attended: int) -> float:
-        model = self._model(worker)
-        steps = -(-tokens // worker.max_num_batched_tokens)
-        return model.drift * (model.base_ms * steps + model.token_ms * tokens + model.attended_ms * attended)
+    def mixed_step_ms(self) -> Column:
+        """A step that generates one token of each request there and computes as much of the prompt as goes in."""
+        fleet, prompt = self._fleet, self._wanted.prompt_tokens
+        tokens = np.minimum(self.lacking, fleet.max_num_batched_tokens)
+        each = fleet.prompt_token_ms + fleet.prompt_attended_ms * prompt
+        return np.asarray(self.step_ms + fleet.prompt_base_ms + tokens * each)
 
-    def _model(self, worker: WorkerSnapshot) -> StepTime:
-        model = worker.load.step_time
-        return model if model.known else self._usual
+    # -- the choice ----------------------------------------------------------------------------------------------
+
+    def prefill(self, among: Mask) -> Best | None:
+        """The worker that is to compute the prompt; None if there is none."""
+        fleet = self._fleet
+        cost = fleet.queued_ms + (1 + WORK_PRICE) * self.computing_ms
+        return self._best(among, cost, (fleet.queued_prefill_tokens, fleet.requests))
+
+    def decode(self, among: Mask, hidden_ms: float = 0.0) -> Best | None:
+        """The worker that is to get the prompt's KV and to generate; None if there is none.
+
+        `hidden_ms`: the first part of the transfer that takes place while the prompt is computed anyway.
+        """
+        fleet, transfer_ms = self._fleet, self._wanted.transfer_ms
+        cost = PRICED_TOKENS * self.step_ms
+        if transfer_ms * self._wanted.prompt_tokens > hidden_ms:
+            cost = cost + np.maximum(transfer_ms * self.lacking - hidden_ms, 0.0)
+        return self._best(among, cost, (fleet.requests, -fleet.free_blocks))
+
+    def whole(self, among: Mask) -> Best | None:
+        """The worker that is to run the request as a whole; None if there is none."""
+        fleet = self._fleet
+        price = (1 + WORK_PRICE + HERE_PRICE) + STREAM_PRICE * fleet.requests
+        cost = fleet.queued_ms + price * self.computing_ms + PRICED_TOKENS * self.step_ms
+        return self._best(among, cost, (fleet.requests, fleet.queued_prefill_tokens, -fleet.free_blocks))
+
+    def _best(self, among: Mask, cost: Column, load: Sequence[Column]) -> Best | None:
+        if self._avoid is not None and (others := among & ~self._avoid).any():
+            among = others
+        if self._policy == "cost":
+            costs = np.where(among, cost, np.inf)
+            limit = (1 + ALIKE) * float(np.minimum.reduce(costs, initial=np.inf))
+            return self._first((costs <= min(limit, _MOST)).nonzero()[0], load, cost)
+        rows = among.nonzero()[0]
+        match self._policy:
+            case "prefix_affinity" if self._wanted.cached is not None:
+                return self._first(rows, (-self._wanted.cached, *load), cost)
+            case "round_robin":
+                return self._first(rows, (), cost)
+            case "power_of_two" if rows.size > 2:
+                rows = rows[random.Random(self._wanted.draw).sample(range(rows.size), 2)]
+        return self._first(rows, load, cost)
+
+    def _first(self, rows: Rows, keys: Sequence[Column], cost: Column) -> Best | None:
+        """One key after the other, among those that are equal by all before it; the lowest wins."""
+        if not rows.size:
+            return None
+        for key in (*keys, self._fleet.decisions):
+            if rows.size == 1:
+                break
+            values = key[rows]
+            rows = rows[values == values.min()]
+        number = int(rows[0] if rows.size == 1 else rows[_drawn(self._fleet.draws[rows], self._wanted.draw)])
+        return Best(number, float(cost[number]))
 
 
-def _best(
-    policy: str,
-    wanted: Wanted,
-    workers: Sequence[WorkerSnapshot],
-    cost: Callable[[_Pool, WorkerSnapshot], float],
-    load: Rank,
-) -> WorkerSnapshot | None:
-    if not workers:
-        return None
-    if policy == "power_of_two":
-        # Both from those that need not be avoided, if there are two.
-        chosen = [w for w in workers if w.worker_id not in wanted.avoid]
-        chosen = chosen if len(chosen) > 1 else list(workers)
-        workers = random.Random(wanted.draw).sample(chosen, min(2, len(chosen)))
-    ranks: dict[str, Rank] = {
-        "least_loaded": load,
-        "power_of_two": load,
-        "prefix_affinity": lambda w: (-wanted.cached.get(w.worker_id, 0), *load(w)),
-        "round_robin": lambda w: (w.decisions,),
-    }
-    if policy == "cost":
-        pool = _Pool(workers)
-        costs = {w.worker_id: cost(pool, w) for w in workers}
-        # Of those that need not be avoided, if there are such.
-        least = min((worker_id in wanted.avoid, cost) for worker_id, cost in costs.items())[1]
-        ranks["cost"] = lambda w: (max(costs[w.worker_id], (1 + ALIKE) * least), *load(w))
-    rank = ranks[policy]
-    return min(workers, key=lambda w: (w.worker_id in wanted.avoid, *rank(w), _tie(wanted.draw, w)))
-
-
-def _tie(draw: int, worker: WorkerSnapshot) -> Key:
-    return worker.decisions, zlib.crc32(worker.worker_id.encode(), draw & 0xFFFFFFFF)
-
-
-def _prefill_load(worker: WorkerSnapshot) -> Key:
-    return worker.queued_prefill_tokens, worker.requests
-
-
-def _decode_load(worker: WorkerSnapshot) -> Key:
-    return worker.requests, -worker.free_blocks
-
-
-def _whole_load(worker: WorkerSnapshot) -> Key:
-    return worker.requests, worker.queued_prefill_tokens, -worker.free_blocks
-
-
-def _mean(models: Sequence[StepTime]) -> StepTime:
-    return StepTime(
-        base_ms=fmean(model.base_ms * model.drift for model in models),
-        token_ms=fmean(model.token_ms * model.drift for model in models),
-        attended_ms=fmean(model.attended_ms * model.drift for model in models),
-    )
+def _drawn(draws: Column, draw: int) -> int:
+    """Which of these it is; another one for another `draw`. A multiplicative hash (Knuth, TAOCP 3, 6.4)."""
+    mixed = (draws.astype(np.uint64) ^ np.uint64(draw * _SPREAD & _WORD)) * np.uint64(_SPREAD)
+    return int(np.argmin(mixed))

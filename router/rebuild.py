@@ -23,6 +23,8 @@ from pdcore.costs import CodecCost, TransferSnapshot, transfer_or_recompute
 from pdcore.types import KvTransferStats, Role
 from router.snapshot import WorkerSnapshot
 
+FIRST_HANDOVER_MS = 10.0
+"""What handing over is taken to cost until it has been seen."""
 _NEWS = 0.2
 """Weight of the newest measurement in a mean: a handful of requests decide."""
 _FREE_BYTES_S = 1e12
@@ -89,6 +91,7 @@ class TransferRates:
         self._link_bytes_s: float | None = None
         self._ratio = 1.0
         self._token_bytes = 0.0
+        self._exposed_s: float | None = None
 
     def prefilled(self, role: Role, tokens: int, seconds: float) -> None:
         """A worker of this role has computed so many prompt tokens."""
@@ -104,6 +107,15 @@ class TransferRates:
             self._link_bytes_s = _mean(self._link_bytes_s, stats.wire_bytes / stats.seconds)
             self._ratio = stats.raw_bytes / stats.wire_bytes
             self._token_bytes = stats.raw_bytes / tokens
+
+    def exposed(self, seconds: float, tokens: int) -> None:
+        """KV of so many tokens was there so long after the prompt was computed.
+
+        What the link itself takes longer than computing does is known by `token_ms`, and is not counted twice.
+        """
+        pace = self._prefill.get(Role.PREFILL)
+        behind_s = 0.0 if pace is None else max(0.0, tokens * (self.token_ms / 1000 - 1 / pace))
+        self._exposed_s = _mean(self._exposed_s, max(0.0, seconds - behind_s))
 
     def again(self, tokens: int) -> TransferSnapshot | None:
         """Prefill and transfer of so many tokens; None if too little is known."""
@@ -126,6 +138,11 @@ class TransferRates:
         if self._link_bytes_s is None:
             return 0.0
         return 1000 * self._token_bytes / self._ratio / self._link_bytes_s
+
+    @property
+    def handover_ms(self) -> float:
+        """Milliseconds from a computed prompt to KV that is there, where computing hides the rest of the transfer."""
+        return FIRST_HANDOVER_MS if self._exposed_s is None else 1000 * self._exposed_s
 
     @property
     def decode_side_tokens_s(self) -> float | None:

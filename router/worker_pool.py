@@ -12,9 +12,11 @@ from pdcore.errors import Unavailable
 from pdcore.types import ModelInfo, RequestKey, Role
 from protos import admin_pb2, membership_pb2, worker_pb2
 from protos.convert import load_to_proto
+from router.fleet import Fleet
 from router.snapshot import InFlight, WorkerSnapshot
 from router.validation import Limits
 from router.worker_client import RouterIdentity, SessionListener, SessionTiming, WorkerClient
+from router.worker_sets import WorkerNumbers
 
 
 @dataclass(slots=True)
@@ -103,6 +105,9 @@ class WorkerPool:
         self._states: dict[str, membership_pb2.WorkerState.ValueType] = {}
         self._books: dict[str, _Book] = {}
         self._exchanges: dict[str, asyncio.Task[None]] = {}
+        self.numbers = WorkerNumbers()  # of those with a session
+        self._fleet = Fleet()
+        self._changed: set[str] = set()  # whose rows in it are not true any more
 
     # -- members -------------------------------------------------------------------------------------------------
 
@@ -110,6 +115,7 @@ class WorkerPool:
         """The list of members: connect to new ones, drop those that vanished, replace those that restarted."""
         serving = membership_pb2.WORKER_STATE_SERVING
         self._states = {worker_id: member.state for worker_id, member in members.items()}
+        self._changed.update(self._books)
         for worker_id in self._clients.keys() | members.keys():
             client, member = self._clients.get(worker_id), members.get(worker_id)
             if client is not None and member is not None and client.member.incarnation == member.worker.incarnation:
@@ -153,16 +159,22 @@ class WorkerPool:
 
     def connected(self, client: WorkerClient) -> None:
         self._books[client.worker_id] = _Book()
+        self.numbers.take(client.worker_id)
+        self._changed.add(client.worker_id)
         self._on_change()
 
     def lost(self, client: WorkerClient) -> None:
-        self._books.pop(client.worker_id, None)
+        if self._books.pop(client.worker_id, None) is not None:
+            self._fleet.remove(client.worker_id)
+            self.numbers.release(client.worker_id)
+            self._changed.discard(client.worker_id)
         self._on_change()
 
     def reported(self, client: WorkerClient) -> None:
         """A report has come: it contains what was sent before it, about."""
         book = self._books[client.worker_id]
         book.reported()
+        self._changed.add(client.worker_id)
         if client.draining and not book.draining:
             book.draining = True
             self._on_change()
@@ -179,18 +191,38 @@ class WorkerPool:
         client, book = self._clients.get(worker_id), self._books.get(worker_id)
         if client is not None and client.facts is not None and book is not None:
             book.assign(key, prefill_tokens, client.facts.geometry.blocks_for(cache_tokens))
+            self._changed.add(worker_id)
 
     def prefill_computed(self, worker_id: str, key: RequestKey) -> None:
         book = self._books.get(worker_id)
         if book is not None:
             book.prefill_computed(key)
+            self._changed.add(worker_id)
 
     def release(self, worker_id: str, key: RequestKey) -> None:
         book = self._books.get(worker_id)
         if book is not None:
             book.release(key)
+            self._changed.add(worker_id)
 
     # -- views ---------------------------------------------------------------------------------------------------
+
+    def fleet(self) -> Fleet:
+        """The workers that are connected and take new requests, settled for now. To be read before anything changes.
+
+        What they say of themselves changes on the way only: a worker that drains says so in a report.
+        """
+        now = self._clock.now()
+        self._fleet.reserve(len(self.numbers))
+        for worker_id in self._changed:
+            row = self.snapshot(worker_id)
+            if row is None:
+                self._fleet.remove(worker_id)
+            else:
+                self._fleet.put(self.numbers.take(worker_id), row, now)
+        self._changed.clear()
+        self._fleet.settle(now)
+        return self._fleet
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """The workers that are connected and take new requests."""
@@ -224,7 +256,22 @@ class WorkerPool:
     @property
     def route_possible(self) -> bool:
         """Whether a worker that can decode is connected and takes new requests."""
-        return any(snapshot.role is not Role.PREFILL for snapshot in self.snapshots())
+        fleet = self.fleet()
+        return bool(fleet.decode.any() or fleet.aggregated.any())
+
+    @property
+    def degraded(self) -> str:
+        """What the cluster does without, and how it serves in spite of it; empty if all is well."""
+        fleet = self.fleet()
+        prefill, decode, aggregated = (bool(pool.any()) for pool in (fleet.prefill, fleet.decode, fleet.aggregated))
+        if prefill and not decode:
+            if not aggregated:
+                return "no decode worker serves: nothing can run"
+            return "no decode worker serves: aggregated workers run requests as a whole"
+        if decode and not prefill:
+            others = "decode and aggregated" if aggregated else "decode"
+            return f"no prefill worker serves: {others} workers run requests as a whole"
+        return ""
 
     @property
     def model(self) -> ModelInfo | None:

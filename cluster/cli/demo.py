@@ -48,6 +48,7 @@ def demo(
         "dead_after_s": 20.0,
         # Nor of a decode worker that runs a short prompt itself, because it has seen the beginning of it.
         "decode.scheduler.local_prefill_tokens": 0,
+        "router.disaggregate": "always",
         # Nor of a link that is faster than any compression: between processes of one machine auto takes raw.
         "transfer.codec": "zstd" if dtype == "float32" else "bexp-zstd",
     }

@@ -77,6 +77,12 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
         + (f", {reply.failed_transfers} failed transfers" if reply.failed_transfers else ""),
         highlight=False,
     )
+    if reply.degraded:
+        console.print(f"[yellow]degraded[/]: {escape(reply.degraded)}", highlight=False)
+    if reply.decisions:
+        total = sum(item.count for item in reply.decisions)
+        ways = ", ".join(f"{item.count / total:.0%} {item.mode} ({item.reason})" for item in reply.decisions)
+        console.print(f"routes: {escape(ways)}", highlight=False)
     workers = sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id))
     if not workers:
         console.print("no worker is registered")

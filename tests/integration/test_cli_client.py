@@ -471,6 +471,17 @@ def test_status_says_what_transfers_came_to() -> None:
     assert "decode-0: KV trouble: 1 transfers that did not arrive" in lines
 
 
+def test_status_says_which_ways_requests_took_and_what_is_missing() -> None:
+    reply = a_status()
+    assert not any("routes:" in line or "degraded" in line for line in shown_at(80, reply))
+    reply.degraded = "no prefill worker serves: decode workers run requests as a whole"
+    reply.decisions.add(mode="disaggregated", reason="cheaper_by_prediction", count=30)
+    reply.decisions.add(mode="local", reason="short_prompt", count=10)
+    shown = " ".join(shown_at(80, reply))
+    assert "degraded: no prefill worker serves: decode workers run requests as a whole" in shown
+    assert "routes: 75% disaggregated (cheaper_by_prediction), 25% local (short_prompt)" in shown
+
+
 def shown_at(width: int, reply: admin_pb2.GetStatusReply) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     show(reply, "127.0.0.1:50051", console)

@@ -188,6 +188,21 @@ async def test_status(model: Path) -> None:
         ]
         assert status.workers[0].load.total_blocks == 4096
         assert status.model.name == "null"
+        assert [(way.mode, way.reason, way.count) for way in status.decisions] == [
+            ("disaggregated", "prefill_pool_serves", 1)
+        ]
+        assert status.degraded == ""
+
+
+async def test_without_a_prefill_pool_it_serves_degraded_and_says_so(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        await cluster["p0"].crash()
+        await until(lambda: cluster.dispatcher.pool.snapshot("p0") is None, "the router knows")
+        answer = await cluster.client.complete([1], Sampling(max_tokens=3))
+        assert (answer.end.timeline.mode, answer.end.timeline.reason) == ("local", "prefill_pool_empty")
+        status = await admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest())
+        assert status.degraded == "no prefill worker serves: decode workers run requests as a whole"
+        assert [(way.mode, way.reason, way.count) for way in status.decisions] == [("local", "prefill_pool_empty", 1)]
 
 
 async def test_last_steps_of_every_worker(model: Path) -> None:

@@ -79,6 +79,7 @@ class LocalCluster:
                 "served_name": self._configs[0].engine.served_name,
                 "controller": self.membership.address,
                 "grpc_port": 0,
+                "disaggregate": "always",
             }
             self.router = RouterServer(RouterConfig(**(options | self._router_options)))
             self._loop.run(self.router.start())

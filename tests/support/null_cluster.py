@@ -34,7 +34,13 @@ class NullCluster:
         self.workers = {worker.worker_id: worker for worker in workers}
         self.membership = StaticMembership()
         self._model_path = model_path
-        self._options: dict[str, object] = {"heartbeat_s": 0.1, "dead_after_s": 3.0, "grpc_port": 0, **options}
+        self._options: dict[str, object] = {
+            "heartbeat_s": 0.1,
+            "dead_after_s": 3.0,
+            "grpc_port": 0,
+            "disaggregate": "always",
+        }
+        self._options |= options
 
     async def __aenter__(self) -> NullCluster:
         await self.membership.start()

@@ -6,10 +6,13 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdcore.step_time import StepTime
 from pdcore.types import Role, WorkerLoad
+from router.fleet import Fleet
 from router.policy import Mode, NoRoute, Route, RouteRequest, choose
 from router.snapshot import InFlight, WorkerSnapshot
 
@@ -47,13 +50,15 @@ def a(name: str = "a0", running: int = 0) -> WorkerSnapshot:
 
 
 def route(request: RouteRequest, *workers: WorkerSnapshot) -> Route:
-    chosen = choose(request, workers)
+    fleet = Fleet.of(workers)
+    chosen = choose(request, fleet)
     assert isinstance(chosen, Route), chosen
     return chosen
 
 
 def no_route(request: RouteRequest, *workers: WorkerSnapshot) -> NoRoute:
-    chosen = choose(request, workers)
+    fleet = Fleet.of(workers)
+    chosen = choose(request, fleet)
     assert isinstance(chosen, NoRoute), chosen
     return chosen
 
@@ -205,7 +210,7 @@ def test_a_route_always_fits(drawn: list[tuple[Role, int, int, int]], tokens: in
         f"w{i}": worker(f"w{i}", role, replace(FREE, running=running, queued_prefill_tokens=queued, free_blocks=free))
         for i, (role, running, queued, free) in enumerate(drawn)
     }
-    chosen = choose(asks(tokens, resumes=resumes), list(pool.values()))
+    chosen = choose(asks(tokens, resumes=resumes), Fleet.of(list(pool.values())))
     if isinstance(chosen, NoRoute):
         return
     decode = pool[chosen.decode]
@@ -249,4 +254,92 @@ def test_an_interactive_request_goes_where_batch_ones_make_room_for_its_ticket()
 def test_what_is_cached_does_not_count_against_a_worker_s_queue() -> None:
     busy = p(queued=1500, requests=2, prefill_tokens=1500, longest_prefill=900)
     assert no_route(asks(500), busy, d()).busy is True
-    assert route(asks(500, cached={"p0": 480}), busy, d()).prefill == "p0"
+    knows = np.array([480.0, 0.0])
+    assert route(asks(500, cached=knows), busy, d()).prefill == "p0"
+
+
+MODEL = StepTime(base_ms=10.0, token_ms=1.0, attended_ms=0.0001, steps=50, largest=512)
+"""A step of 512 tokens takes half a second."""
+
+
+def timed(snapshot: WorkerSnapshot, model: StepTime = MODEL) -> WorkerSnapshot:
+    return replace(snapshot, load=replace(snapshot.load, step_time=model), max_num_batched_tokens=512)
+
+
+class TestDisaggregateOrNot:
+    """By hand: with 1 ms a token and 10 ms a step, a prompt of n tokens is 10 + n ms where it is computed alone."""
+
+    def asked(self, tokens: int, **options: Any) -> RouteRequest:
+        return asks(tokens, disaggregate="auto", **{"handover_ms": 10.0, **options})
+
+    def test_short_prompts_are_not_worth_a_handover(self) -> None:
+        both = [timed(p()), timed(d())]
+        chosen = route(self.asked(20), *both)
+        assert (chosen.mode, chosen.decode, chosen.reason) == (Mode.LOCAL, "d0", "short_prompt")
+        # A quarter more for computing where streams live: 0.25 * (10 + n) is 10 for 30 tokens.
+        assert route(self.asked(29), *both).mode is Mode.LOCAL
+        chosen = route(self.asked(31), *both)
+        assert (chosen.mode, chosen.reason) == (Mode.DISAGGREGATED, "cheaper_by_prediction")
+        assert route(self.asked(20, handover_ms=1.0), *both).mode is Mode.DISAGGREGATED
+
+    def test_always_is_always_and_so_is_not_knowing_better(self) -> None:
+        chosen = route(asks(20, handover_ms=10.0), timed(p()), timed(d()))
+        assert (chosen.mode, chosen.reason) == (Mode.DISAGGREGATED, "prefill_pool_serves")
+        decodes_only = replace(MODEL, largest=8)
+        for workers in ((p(), d()), (p(), timed(d(), decodes_only)), (timed(p(), decodes_only), d())):
+            chosen = route(self.asked(20), *workers)
+            assert (chosen.mode, chosen.reason) == (Mode.DISAGGREGATED, "prefill_pool_serves")
+
+    def test_decodes_say_little_of_prompts(self) -> None:
+        """A decode worker that has seen steps of a few tokens only, which cost nothing, is no faster than others."""
+        optimist = replace(MODEL, token_ms=0.0, largest=8)
+        assert route(self.asked(400), timed(p()), timed(d(), optimist)).mode is Mode.DISAGGREGATED
+        slow = replace(MODEL, base_ms=40.0, largest=8)
+        assert route(self.asked(20), timed(p()), timed(d(), slow)).mode is Mode.DISAGGREGATED
+
+    def test_what_the_decode_worker_holds_it_need_not_be_sent(self) -> None:
+        both = [timed(p()), timed(d())]
+        chosen = route(self.asked(400, cached=np.array([0.0, 384.0])), *both)
+        assert (chosen.mode, chosen.reason, chosen.lacking) == (Mode.LOCAL, "cached_there", 16)
+        chosen = route(self.asked(400, cached=np.array([384.0, 0.0])), *both)
+        assert (chosen.mode, chosen.lacking) == (Mode.DISAGGREGATED, 16)
+
+    def test_a_queue_before_the_prefill_pool(self) -> None:
+        busy = timed(p(queued=300))
+        chosen = route(self.asked(400), busy, timed(d()))
+        assert (chosen.mode, chosen.reason) == (Mode.LOCAL, "prefill_pool_busy")
+        assert route(self.asked(400), timed(p(queued=30)), timed(d())).mode is Mode.DISAGGREGATED
+        full = timed(p(queued=5000))
+        chosen = route(self.asked(400), full, timed(d()))
+        assert (chosen.mode, chosen.reason) == (Mode.LOCAL, "prefill_pool_full")
+        assert no_route(asks(400), full, timed(d())).busy
+
+    def test_a_slow_link(self) -> None:
+        both = [timed(p()), timed(d())]
+        chosen = route(self.asked(400, transfer_ms=2.0), *both)
+        assert (chosen.mode, chosen.reason) == (Mode.LOCAL, "slow_link")
+        # 0.9 ms a token is hidden behind computing it.
+        assert route(self.asked(400, transfer_ms=0.9), *both).mode is Mode.DISAGGREGATED
+
+    def test_streams_that_run_there_pay_for_it(self) -> None:
+        one = timed(d(running=1))
+        assert route(self.asked(20), timed(p()), one).mode is Mode.DISAGGREGATED
+        assert route(self.asked(1), timed(p()), timed(d(running=0))).mode is Mode.LOCAL
+        chosen = route(self.asked(400), timed(p(queued=900)), one)
+        assert (chosen.mode, chosen.reason) == (Mode.LOCAL, "prefill_pool_busy")
+
+    def test_their_objective_is_kept_even_if_the_prompt_waits(self) -> None:
+        asked = self.asked(400, itl_ms=200.0)
+        chosen = route(asked, timed(p(queued=900)), timed(d(running=1)))
+        assert (chosen.mode, chosen.reason) == (Mode.DISAGGREGATED, "streams_keep_their_pace")
+        assert route(asked, timed(p(queued=900)), timed(d())).mode is Mode.LOCAL, "nobody is there"
+        assert route(self.asked(400, itl_ms=600.0), timed(p(queued=900)), timed(d(running=1))).mode is Mode.LOCAL
+        elsewhere = route(asked, timed(p(queued=900)), timed(d(running=1)), timed(d("d1")))
+        assert (elsewhere.mode, elsewhere.decode) == (Mode.LOCAL, "d1")
+        # Without it the request could not run at all, and waits for the prefill pool.
+        assert no_route(asked, timed(p(queued=9000)), timed(d(running=1))).busy
+
+    def test_a_decode_pool_without_room(self) -> None:
+        assert no_route(self.asked(20), timed(p()), timed(d(running=8))).busy
+        chosen = route(self.asked(20), timed(p()), timed(d(running=8)), timed(a()))
+        assert (chosen.mode, chosen.decode, chosen.reason) == (Mode.LOCAL, "a0", "decode_pool_full")

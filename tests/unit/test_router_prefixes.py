@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pdcore.clock import ManualClock
 from pdcore.hashing import block_hashes, chain_root
 from protos import worker_pb2
 from router.prefixes import Prefixes, PromptNames, lacking
+from router.worker_sets import WorkerNumbers
 
 PROMPT = list(range(100))
 NAMING = ("digest", 16)
@@ -27,14 +29,18 @@ def news(
 
 @pytest.fixture
 def prefixes() -> Prefixes:
-    made = Prefixes(ManualClock())
+    made = Prefixes(ManualClock(), WorkerNumbers())
     for worker in ("a", "b"):
         made.connected(worker, NAMING)
     return made
 
 
 def cached(prefixes: Prefixes, tokens: list[int] = PROMPT, salt: str = "") -> dict[str, int]:
-    return prefixes.cached(PromptNames(tokens, salt))
+    """Tokens by worker."""
+    column = prefixes.cached(PromptNames(tokens, salt))
+    if column is None:
+        return {}
+    return {prefixes.numbers.id_of(number): int(held) for number, held in enumerate(column) if held}
 
 
 def test_the_longest_beginning_of_each_worker(prefixes: Prefixes) -> None:
@@ -84,7 +90,7 @@ def test_who_is_gone_has_nothing_and_comes_back_empty(prefixes: Prefixes) -> Non
 
 def test_a_prompt_just_sent_counts_until_time_or_events_say_otherwise() -> None:
     clock = ManualClock()
-    prefixes = Prefixes(clock)
+    prefixes = Prefixes(clock, WorkerNumbers())
     for worker in ("a", "b"):
         prefixes.connected(worker, NAMING)
     prefixes.hear("a", news(0, [], reset=True))
@@ -119,9 +125,9 @@ def test_news_that_make_no_sense_are_forgotten(prefixes: Prefixes, nonsense: wor
 
 
 def test_what_has_to_be_computed_wherever_it_goes() -> None:
-    assert lacking(100, {}) == 100
-    assert lacking(100, {"a": 16, "b": 96}) == 4
-    assert lacking(96, {"b": 96}) == 1
+    assert lacking(100, None) == 100
+    assert lacking(100, np.array([16.0, 96.0])) == 4
+    assert lacking(96, np.array([0.0, 96.0])) == 1
 
 
 def test_names_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
