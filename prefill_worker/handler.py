@@ -8,6 +8,8 @@ The life of a request here::
 While QUEUED the request holds nothing but its place in the engine. From the first step on its blocks belong to the
 engine's sequence and then to the send; `KvSender`'s single `on_done` is the one place that gives them up. Full ones
 are in the engine's prefix cache as soon as they are computed: the next prompt shares them while they are being sent.
+
+If no worker that should decode serves, requests come here as a whole (`prefill_worker.whole`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from kv_transfer.transport import SendOutcome
 from pdcore.errors import InvalidRequest, PdserveError, TransferError
 from pdcore.faults import FaultPoints
 from pdcore.types import KvTicket, RequestKey, RequestSpec
+from prefill_worker.whole import WholeRequests
 from worker.events import prefill_notice, prompt_logprobs_notice, token_event
 from worker.handler import NotMyRole, Reporter, TransferLoad, failed_notice
 
@@ -49,6 +52,7 @@ class PrefillHandler:
         self._requests: dict[RequestKey, _Prefill] = {}
         self._trunks: dict[RequestKey, RequestKey] = {}  # of branches
         self._wake = wake
+        self._whole = WholeRequests(engine, reporter, wake)
 
     # -- commands ----------------------------------------------------------------------------------------------
 
@@ -56,7 +60,7 @@ class PrefillHandler:
         raise NotMyRole("a prefill worker grants no tickets")
 
     def generate(self, router_id: str, spec: RequestSpec) -> None:
-        raise NotMyRole("a prefill worker does not decode")
+        self._whole.generate(spec)
 
     def prefill(self, router_id: str, spec: RequestSpec, ticket: KvTicket) -> None:
         self._faults.hit("prefill.before_start")
@@ -71,6 +75,8 @@ class PrefillHandler:
         self._wake()
 
     def abort(self, key: RequestKey, reason: str) -> None:
+        if self._whole.abort(key):
+            return
         with self._lock:
             request = self._requests.get(key)
             if request is None or request.aborted:
@@ -83,7 +89,9 @@ class PrefillHandler:
         self._sender.abort(key, reason)
 
     def credit(self, key: RequestKey, tokens: int) -> None:
-        """A prefill worker reports one token a request and needs no credit."""
+        """What is sent elsewhere has one token here, and needs no credit."""
+        if key in self._whole:
+            self._whole.credit(key, tokens)
 
     def renew(self, router_id: str) -> None:
         """A prefill worker grants no leases."""
@@ -131,18 +139,23 @@ class PrefillHandler:
             self._reporter.notice(stats.key, prefill_notice(stats))
         for scored in result.prompt_logprobs:
             self._reporter.notice(scored.key, prompt_logprobs_notice(scored.logprobs))
+        self._whole.begin_report(result)
         # The client should have its first token before the manifest travels: report, then finish.
         self._reporter.tokens([(token.key, token_event(token)) for token in result.tokens])
         for key, error in result.rejected:
-            self._reject(self._trunks.get(key, key), error)
+            if not self._whole.reject(key, error):
+                self._reject(self._trunks.get(key, key), error)
         firsts: dict[RequestKey, list[TokenOut]] = {}
         for token in result.tokens:
+            if token.key in self._whole:
+                continue
             firsts.setdefault(self._trunks.get(token.key, token.key), []).append(token)
         for key, tokens in firsts.items():
             if all(token.finish is not None for token in tokens):
                 self._end_at_first_token(key)
             else:
                 self._sender.finish(key, *(token.token_id for token in tokens))
+        self._whole.end_report(result)
 
     def _end_at_first_token(self, key: RequestKey) -> None:
         """Nothing is to be committed: the end of the send is no news to the router."""
@@ -197,7 +210,8 @@ class PrefillHandler:
 
     def held(self) -> Sequence[RequestKey]:
         with self._lock:
-            return list(self._requests)
+            held = list(self._requests)
+        return [*held, *self._whole.keys()]
 
     def transfers(self) -> TransferLoad:
         counters = self._sender.counters

@@ -166,7 +166,7 @@ class Dispatcher:
         if request.request_id in self.request_ids:
             raise InvalidRequest("request_id", f"a request with the id {request.request_id!r} is running")
         if not self.pool.route_possible:
-            raise Unavailable("no decode or aggregated worker is connected")
+            raise Unavailable("no worker is connected")
         names = PromptNames(request.prompt, request.cache_salt)
         tokens = len(request.prompt)
         # These go by what has to be computed: all of it where prompt tokens are scored.

@@ -222,7 +222,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     def _limits(self) -> Limits:
         limits = self._dispatcher.pool.limits()
         if limits is None:
-            raise Unavailable("no decode or aggregated worker is connected")
+            raise Unavailable("no worker is connected")
         return limits
 
 

@@ -3,7 +3,7 @@
 A request runs in one of two modes::
 
     disaggregated   prefill worker P computes the prompt and ships its KV to decode worker D
-    local           one worker, of the aggregated or of the decode pool, does both
+    local           one worker does both: an aggregated or a decode worker, or a prefill worker if there is neither
 
 Here is which workers could take it, and in which mode; which of them is the best is `router.ranking`'s business.
 
@@ -123,6 +123,10 @@ class _Choice:
         prefill = prefill_pool & (fleet.capacity_tokens > request.prompt_tokens)
         decode, aggregated = decode_pool & holds, aggregated & holds
         runs_whole = decode | aggregated
+        decoders = bool(fleet.decode.any() or fleet.aggregated.any())
+        if not decoders:
+            # Nobody who should decode serves. Prefill workers can as well, and then they do.
+            runs_whole = prefill_pool & holds
         if request.rebuild:
             return self._local(runs_whole, "rebuild")
         # Tokens are delivered: their KV is gone, and the worker that goes on computes prompt and tokens again itself.
@@ -130,6 +134,8 @@ class _Choice:
             return self._local(runs_whole, "replay")
         if request.local_only:
             return self._local(runs_whole, "kv_reservation_too_large")
+        if not decoders:
+            return self._local(runs_whole, "decode_pool_empty")
         serves = bool(prefill.any())
         if serves and decode.any():
             # Samples of a request that runs as a whole wait for blocks one by one; a ticket has them all or none.
@@ -202,7 +208,7 @@ class _Choice:
 
     def _local(self, among: Mask, reason: str) -> Route | NoRoute:
         if not among.any():
-            return NoRoute(busy=False, reason="no decode or aggregated worker that holds the whole request")
+            return NoRoute(busy=False, reason="no worker that holds the whole request")
         best = self._ranking.whole(among & self._runs_whole_now)
         if best is None:
             return NoRoute(busy=True, reason="no room on the workers that run both phases")

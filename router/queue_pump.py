@@ -174,7 +174,7 @@ class QueuePump:
 
     def _give_up_waiting(self) -> None:
         """No worker could take a request for the whole grace."""
-        problem = f"no decode or aggregated worker has been connected for {self._no_route_grace_s:g} s"
+        problem = f"no worker has been connected for {self._no_route_grace_s:g} s"
         for request_id in self._queue.waiting():
             self._abandon(self._active[request_id], Unavailable(problem))
         self._arm_give_up()

@@ -255,9 +255,8 @@ class WorkerPool:
 
     @property
     def route_possible(self) -> bool:
-        """Whether a worker that can decode is connected and takes new requests."""
-        fleet = self.fleet()
-        return bool(fleet.decode.any() or fleet.aggregated.any())
+        """Whether a worker is connected and takes new requests: in need, each can run them as a whole."""
+        return not self.fleet().empty
 
     @property
     def degraded(self) -> str:
@@ -265,9 +264,8 @@ class WorkerPool:
         fleet = self.fleet()
         prefill, decode, aggregated = (bool(pool.any()) for pool in (fleet.prefill, fleet.decode, fleet.aggregated))
         if prefill and not decode:
-            if not aggregated:
-                return "no decode worker serves: nothing can run"
-            return "no decode worker serves: aggregated workers run requests as a whole"
+            others = "aggregated" if aggregated else "prefill"
+            return f"no decode worker serves: {others} workers run requests as a whole"
         if decode and not prefill:
             others = "decode and aggregated" if aggregated else "decode"
             return f"no prefill worker serves: {others} workers run requests as a whole"
@@ -279,11 +277,13 @@ class WorkerPool:
         return next((c.facts.model for c in self._clients.values() if c.facts is not None), None)
 
     def limits(self) -> Limits | None:
-        """What a request may ask for; None while no worker that can decode is connected.
+        """What a request may ask for; None while no worker is connected.
 
-        The largest KV pool counts: the policy gives a request only to workers that hold it.
+        The largest KV pool counts: the policy gives a request only to workers that hold it. Prefill workers run
+        requests as a whole only if nobody else could.
         """
-        facts = [c.facts for c in self._clients.values() if c.facts is not None and c.facts.role is not Role.PREFILL]
+        everybody = [c.facts for c in self._clients.values() if c.facts is not None]
+        facts = [facts for facts in everybody if facts.role is not Role.PREFILL] or everybody
         if not facts:
             return None
         pool_tokens = max(f.geometry.num_blocks * f.geometry.block_size for f in facts)

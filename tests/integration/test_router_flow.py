@@ -615,17 +615,34 @@ async def test_a_restarted_worker_is_used_again(model: Path) -> None:
 
 
 async def test_requests_wait_for_a_restart_but_not_for_ever(model: Path) -> None:
-    async with NullCluster(model, pair(), worker_wait_s=0.5) as cluster:
+    async with NullCluster(model, [NullWorker("d0", Role.DECODE)], worker_wait_s=0.5) as cluster:
         Crash(cluster["d0"], "token", index=2)
-        with pytest.raises(Unavailable, match="no decode or aggregated worker"):
+        with pytest.raises(Unavailable, match=r"no worker has been connected for 0\.5 s"):
             await cluster.client.complete([1], Sampling(max_tokens=9))
-        with pytest.raises(Unavailable, match="no decode or aggregated worker"):
+        with pytest.raises(Unavailable, match="no worker is connected"):
             await cluster.client.complete([1])
         cluster["d0"].hook = None
         await cluster.replace(NullWorker("d0", Role.DECODE))
         await cluster.connected()
         assert (await cluster.client.complete([1], Sampling(max_tokens=9))).token_ids == expected([1], 9)
-        await until(lambda: not cluster["p0"].held, "p0 holds nothing")
+
+
+async def test_without_decode_workers_prefill_workers_run_requests_as_a_whole(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        Crash(cluster["d0"], "token", index=2)
+        answer = await cluster.client.complete([1], Sampling(max_tokens=9))
+        assert answer.token_ids == expected([1], 9)
+        timeline = answer.end.timeline
+        assert (timeline.decode_worker, timeline.replays) == ("p0", 1)
+        answer = await cluster.client.complete([1], Sampling(max_tokens=9))
+        timeline = answer.end.timeline
+        assert (timeline.mode, timeline.reason, timeline.decode_worker) == ("local", "decode_pool_empty", "p0")
+        assert cluster.dispatcher.pool.degraded == "no decode worker serves: prefill workers run requests as a whole"
+        await cluster.replace(NullWorker("d0", Role.DECODE))
+        await cluster.connected()
+        answer = await cluster.client.complete([1], Sampling(max_tokens=9))
+        assert answer.end.timeline.mode == "disaggregated"
+        assert cluster.dispatcher.pool.degraded == ""
 
 
 # -- cancels, deadlines, slow readers -------------------------------------------------------------------------------

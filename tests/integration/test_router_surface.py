@@ -145,9 +145,8 @@ async def health(address: str, service: str = "") -> int:
 
 
 async def test_health_follows_the_workers(model: Path) -> None:
-    async with NullCluster(model, [NullWorker("p0", Role.PREFILL)]) as cluster:
+    async with NullCluster(model, []) as cluster:
         address = cluster.router.address
-        # A prefill worker alone makes no token.
         assert await health(address) == await health(address, GENERATION) == NOT_SERVING
         with pytest.raises(Unavailable):
             await cluster.client.complete([1])

@@ -308,9 +308,11 @@ def test_a_hello_that_does_not_fit_is_refused_naming_both_values(
 def test_commands_for_another_role_are_refused(pair: Pair) -> None:
     spec = spec_of(prompt_of(20))
     assert pair.p.reserve(spec).refused.code == worker_pb2.FAILURE_CODE_INVALID
-    whole = spec_of(prompt_of(20))
-    pair.p.generate(whole)
-    pair.p.wait(lambda: pair.p.failure_of(whole.key.request_id), 5.0, "refusal")
+    reply = pair.d.reserve(spec)
+    other = spec_of(prompt_of(20))
+    pair.d.prefill(other, reply.granted)
+    pair.d.wait(lambda: pair.d.failure_of(other.key.request_id), 5.0, "refusal")
+    pair.d.abort(spec.key.request_id)
     pair.at_rest()
 
 

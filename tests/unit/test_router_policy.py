@@ -81,8 +81,12 @@ def test_local_without_a_prefill_pool() -> None:
     assert route(SHORT, a(), p()) == Route(Mode.LOCAL, "a0", None, "decode_pool_empty")
 
 
-def test_nothing_to_decode_with() -> None:
-    assert no_route(SHORT, p()).busy is False
+def test_prefill_workers_decode_if_nobody_else_can() -> None:
+    assert route(SHORT, p(), p("p1", queued=500)) == Route(Mode.LOCAL, "p0", None, "decode_pool_empty")
+    assert route(asks(100, resumes=True), p()) == Route(Mode.LOCAL, "p0", None, "replay")
+    assert no_route(asks(100, 1601), p()).busy is False, "its cache is too small"
+    assert no_route(asks(100, exclude=frozenset({"d0"})), p(), d()).busy is False, "d0 is there"
+    assert no_route(asks(100, exclude=frozenset({"a0"})), p(), a()).busy is False
     assert no_route(SHORT).busy is False
 
 
@@ -215,7 +219,7 @@ def test_a_route_always_fits(drawn: list[tuple[Role, int, int, int]], tokens: in
         return
     decode = pool[chosen.decode]
     assert decode.capacity_tokens > tokens
-    assert decode.role is not Role.PREFILL
+    assert decode.role is not Role.PREFILL or {w.role for w in pool.values()} == {Role.PREFILL}
     assert decode.requests < decode.max_requests
     assert decode.requests == 0 or decode.free_blocks * decode.block_size > tokens
     starter = decode if chosen.prefill is None else pool[chosen.prefill]
