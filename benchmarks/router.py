@@ -38,6 +38,7 @@ from pdcore.step_time import StepTime
 from pdcore.types import Role, WorkerLoad
 from protos import worker_pb2
 from router.fleet import Fleet
+from router.links import Links
 from router.policy import Route, RouteRequest, choose
 from router.prefixes import Prefixes, PromptNames
 from router.snapshot import WorkerSnapshot
@@ -181,6 +182,10 @@ class Run:
         self.numbers = WorkerNumbers()
         self.prefixes = Prefixes(self.clock, self.numbers, max_blocks=2 * workers * capacity)
         self.fleet = Fleet()
+        self.links = Links()
+        for prefill in range(0, 2 * workers // 5, 2):
+            for decode in range(2 * workers // 5, workers, 3):
+                self.links.seen(prefill, decode, rng.uniform(0.01, 0.2))
         self.rows = [self._row(number, rng) for number in range(workers)]
         for number, row in enumerate(self.rows):
             self.numbers.take(row.worker_id)
@@ -227,7 +232,7 @@ class Run:
         self.fleet.settle(now)
         cached = self.prefixes.cached(prompt)
         asked = RouteRequest(
-            tokens, tokens + 256, cached=cached, draw=len(self.times["decide"]), transfer_ms=0.01, disaggregate="auto"
+            tokens, tokens + 256, cached=cached, draw=len(self.times["decide"]), links=self.links, disaggregate="auto"
         )
         route = choose(asked, self.fleet)
         decided = time.thread_time_ns()

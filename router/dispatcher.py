@@ -27,6 +27,7 @@ from router import effects as effects_of
 from router.active import ActiveRequest, Counters, SampleGroup, log_event
 from router.admission import AdmissionQueue, QueueEntry, Shed
 from router.effects import Effect
+from router.links import Links
 from router.policy import Mode, Route
 from router.prefixes import Prefixes, PromptNames, lacking
 from router.queue_pump import QueuePump
@@ -104,6 +105,7 @@ class Dispatcher:
         self.pool = WorkerPool(config, incarnation, self, clock, self._workers_changed)
         self.counters = Counters()
         self._rates = TransferRates()
+        self._links = Links()
         self.draining = False
         self._config = config
         self._clock = clock
@@ -122,6 +124,7 @@ class Dispatcher:
             policy=config.policy,
             disaggregate=config.disaggregate,
             rates=self._rates,
+            links=self._links,
             no_route_grace_s=config.worker_wait_s,
             counters=self.counters,
             perform=self.perform,
@@ -296,6 +299,8 @@ class Dispatcher:
     def on_lost(self, client: WorkerClient, reason: str) -> None:
         now = self._clock.now()
         self._prefixes.lost(client.worker_id)
+        if client.worker_id in self.pool.numbers:
+            self._links.forget(self.pool.numbers.take(client.worker_id))
         self.pool.lost(client)
         for active in list(self._active.values()):
             with self._guard(active):
@@ -396,8 +401,12 @@ class Dispatcher:
                 stats, tokens = stats_from_proto(notice.kv_received), len(active.tracker.prompt)
                 self._rates.transferred(stats, tokens)
                 for part in _parts(active, notice.attempt)[:1]:
-                    if (computed := part.tracker.timeline.first_token) is not None:
-                        self._rates.exposed(self._clock.now() - computed, tokens)
+                    timeline, numbers = part.tracker.timeline, self.pool.numbers
+                    if timeline.first_token is not None:
+                        self._rates.exposed(self._clock.now() - timeline.first_token, tokens)
+                    if timeline.prefill_worker in numbers and worker_id in numbers:
+                        ms = 1000 * stats.seconds / tokens
+                        self._links.seen(numbers.take(timeline.prefill_worker), numbers.take(worker_id), ms)
                 for part in _parts(active, notice.attempt):
                     self.perform(part, part.tracker.kv_received(worker_id, part.tracker.attempt, stats))
 

@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from router.fleet import Column, Fleet, Mask
+from router.links import Links
 from router.ranking import Best, Ranking, Wanted
 
 
@@ -44,7 +45,8 @@ class RouteRequest:
         rebuild: a KV transfer failed, and the decode side is to compute the prompt itself.
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
-        policy: how the best of those is found that could take it. cached, draw, transfer_ms: see `Wanted`.
+        policy: how the best of those is found that could take it. cached, draw: see `Wanted`.
+        links: what transfers between two workers take; None if nothing is known.
         disaggregate: ``always`` where both pools serve, or ``auto``.
         handover_ms: how long a second worker takes to go on, the KV's time on the link aside.
         itl_ms: objective of the streams that run; 0 if they have none.
@@ -62,7 +64,7 @@ class RouteRequest:
     policy: str = "cost"
     cached: Column | None = None
     draw: int = 0
-    transfer_ms: float = 0.0
+    links: Links | None = None
     disaggregate: str = "always"
     handover_ms: float = 0.0
     itl_ms: float = 0.0
@@ -70,7 +72,7 @@ class RouteRequest:
     @property
     def wanted(self) -> Wanted:
         """As `router.ranking` knows it."""
-        return Wanted(self.prompt_tokens, self.cached, self.avoid, self.draw, self.transfer_ms)
+        return Wanted(self.prompt_tokens, self.cached, self.avoid, self.draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +160,11 @@ class _Choice:
     def _pools(self, prefill: Mask, decode: Mask, aggregated: Mask, runs_whole: Mask) -> Route | NoRoute:
         request, ranking, fleet = self._request, self._ranking, self._fleet
         first = ranking.prefill(prefill & self._can_prefill)
-        hidden_ms = float(ranking.computing_ms[first.number]) if first is not None else 0.0
-        second = ranking.decode(decode & (fleet.room_tokens >= self._ticket_tokens), hidden_ms)
+        exposed_ms = self._exposed_ms(first)
+        second = ranking.decode(decode & (fleet.room_tokens >= self._ticket_tokens), exposed_ms)
         if second is None and request.interactive:
             # Batch requests give way to an interactive one, but where there is room nobody has to.
-            second = ranking.decode(decode & (fleet.room_if_given_way >= self._ticket_tokens), hidden_ms)
+            second = ranking.decode(decode & (fleet.room_if_given_way >= self._ticket_tokens), exposed_ms)
         if request.disaggregate == "always" or not fleet.measured:
             here, why = None, "prefill_pool_serves"
         else:
@@ -192,14 +194,22 @@ class _Choice:
         here = self._ranking.whole(among & self._runs_whole_now)
         return here, "" if here is not None else "decode_pool_busy"
 
+    def _exposed_ms(self, first: Best | None) -> Column | float:
+        """What is left of the transfer to each worker when `first` has computed the prompt."""
+        if self._request.links is None or first is None:
+            return 0.0
+        token_ms = self._request.links.token_ms(first.number, len(self._fleet))
+        left = token_ms * self._ranking.lacking - self._ranking.computing_ms[first.number]
+        return max(left, 0.0) if isinstance(left, float) else np.maximum(left, 0.0)
+
     def _saving(self, here: Best, first: Best, second: Best) -> str:
         """What running it as a whole saves most of."""
         request, computing, queued = self._request, self._ranking.computing_ms, self._fleet.queued_ms
-        behind_ms = request.transfer_ms * self._lacking(second) - computing[first.number]
+        exposed_ms = self._exposed_ms(first)
         savings = {
             "prefill_pool_busy": queued[first.number] - queued[here.number],
             "cached_there": computing[first.number] - computing[here.number],
-            "slow_link": max(0.0, behind_ms),
+            "slow_link": exposed_ms if isinstance(exposed_ms, float) else exposed_ms[second.number],
             "short_prompt": request.handover_ms,
         }
         return max(savings, key=lambda reason: savings[reason])

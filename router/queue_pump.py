@@ -11,6 +11,7 @@ from pdcore.types import PriorityClass
 from router.active import ActiveRequest, Counters
 from router.admission import AdmissionQueue, QueueEntry
 from router.effects import Effect
+from router.links import Links
 from router.policy import NoRoute, Route, RouteRequest, choose
 from router.prefixes import Prefixes
 from router.ranking import USES_PREFIXES
@@ -26,7 +27,7 @@ class QueuePump:
     Args:
         active: the requests that have not ended, by id.
         prefixes: what workers have cached. policy: see `router.ranking`. disaggregate: see `router.policy`.
-        rates: what is known of KV transfers.
+        rates, links: what is known of KV transfers.
         counters: gets the decisions.
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
         perform: carries out what a request's tracker decided. abandon: ends a request with an error.
@@ -43,6 +44,7 @@ class QueuePump:
         policy: str,
         disaggregate: str,
         rates: TransferRates,
+        links: Links,
         no_route_grace_s: float,
         counters: Counters,
         perform: Callable[[ActiveRequest, Sequence[Effect]], None],
@@ -56,6 +58,7 @@ class QueuePump:
         self._policy = policy
         self._disaggregate = disaggregate
         self._rates = rates
+        self._links = links
         self._counters = counters
         self._no_route_grace_s = no_route_grace_s
         self._routes = 0
@@ -195,7 +198,7 @@ class QueuePump:
             policy=self._policy,
             cached=self._prefixes.cached(active.names) if self._by_prefix(active) else None,
             draw=self._routes,
-            transfer_ms=self._rates.token_ms,
+            links=self._links,
             disaggregate=self._disaggregate,
             handover_ms=self._rates.handover_ms,
         )

@@ -65,14 +65,12 @@ class Wanted:
         cached: tokens of the prompt's beginning that workers have, by number; None if nobody has any.
         avoid: workers that are taken only if there is no other.
         draw: a number that differs from request to request; breaks ties, and is what `power_of_two` draws by.
-        transfer_ms: of one token's KV; 0 if it is not known.
     """
 
     prompt_tokens: int
     cached: Column | None = None
     avoid: frozenset[str] = frozenset()
     draw: int = 0
-    transfer_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +132,13 @@ class Ranking:
         cost = fleet.queued_ms + (1 + WORK_PRICE) * self.computing_ms
         return self._best(among, cost, (fleet.queued_prefill_tokens, fleet.requests))
 
-    def decode(self, among: Mask, hidden_ms: float = 0.0) -> Best | None:
+    def decode(self, among: Mask, exposed_ms: Column | float = 0.0) -> Best | None:
         """The worker that is to get the prompt's KV and to generate; None if there is none.
 
-        `hidden_ms`: the first part of the transfer that takes place while the prompt is computed anyway.
+        `exposed_ms`: how much longer the transfer to each would take than computing the prompt.
         """
-        fleet, transfer_ms = self._fleet, self._wanted.transfer_ms
-        cost = PRICED_TOKENS * self.step_ms
-        if transfer_ms * self._wanted.prompt_tokens > hidden_ms:
-            cost = cost + np.maximum(transfer_ms * self.lacking - hidden_ms, 0.0)
+        fleet = self._fleet
+        cost = PRICED_TOKENS * self.step_ms + exposed_ms
         return self._best(among, cost, (fleet.requests, -fleet.free_blocks))
 
     def whole(self, among: Mask) -> Best | None:

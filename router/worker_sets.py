@@ -45,6 +45,10 @@ class WorkerNumbers:
         """One more than the highest number that was ever in use: the length of arrays by number."""
         return len(self._ids)
 
+    def __contains__(self, worker_id: object) -> bool:
+        """Whether the worker has a number."""
+        return worker_id in self._numbers
+
     def take(self, worker_id: str) -> int:
         """The worker's number; a new one if it has none."""
         number = self._numbers.get(worker_id)

@@ -6,12 +6,17 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from worker.openmp import share_cores
 
 # Before torch is imported: the reference computes beside worker processes on the same cores.
 share_cores()
+
+# A test never fails for the time that it took: the machine may have other work.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 # No test may reach for a hub, whatever the machine allows.
 os.environ["HF_HUB_OFFLINE"] = "1"

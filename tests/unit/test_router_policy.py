@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pdcore.step_time import StepTime
 from pdcore.types import Role, WorkerLoad
 from router.fleet import Fleet
+from router.links import Links
 from router.policy import Mode, NoRoute, Route, RouteRequest, choose
 from router.snapshot import InFlight, WorkerSnapshot
 
@@ -320,10 +321,21 @@ class TestDisaggregateOrNot:
 
     def test_a_slow_link(self) -> None:
         both = [timed(p()), timed(d())]
-        chosen = route(self.asked(400, transfer_ms=2.0), *both)
+        slow, fast = Links(), Links()
+        slow.seen(0, 1, 2.0)
+        fast.seen(0, 1, 0.9)
+        chosen = route(self.asked(400, links=slow), *both)
         assert (chosen.mode, chosen.reason) == (Mode.LOCAL, "slow_link")
         # 0.9 ms a token is hidden behind computing it.
-        assert route(self.asked(400, transfer_ms=0.9), *both).mode is Mode.DISAGGREGATED
+        assert route(self.asked(400, links=fast), *both).mode is Mode.DISAGGREGATED
+
+    def test_the_decode_worker_at_the_faster_link(self) -> None:
+        links = Links()
+        for number, ms in ((1, 4.0), (2, 0.5)):
+            links.seen(0, number, ms)
+        three = [timed(p()), timed(d("near", running=1)), timed(d("far", running=2))]
+        assert route(asks(400), *three).decode == "near"
+        assert route(asks(400, links=links), *three).decode == "far"
 
     def test_streams_that_run_there_pay_for_it(self) -> None:
         one = timed(d(running=1))

@@ -35,12 +35,16 @@ def wants(prompt_tokens: int, cached: Mapping[str, int] | None = None, **options
     return {"prompt_tokens": prompt_tokens, "cached": cached, **options}
 
 
-def best(kind: str, policy: str, wanted: dict[str, Any], workers: Sequence[WorkerSnapshot]) -> str | None:
-    """Name of the best worker for a phase: prefill, decode or whole."""
+def best(
+    kind: str, policy: str, wanted: dict[str, Any], workers: Sequence[WorkerSnapshot], token_ms: float = 0.0
+) -> str | None:
+    """Name of the best worker for a phase: prefill, decode or whole. `token_ms`: of a transfer."""
     fleet = Fleet.of(workers)
     cached = None if wanted["cached"] is None else fleet.column(wanted["cached"])
     everybody = np.ones(len(workers), np.bool_)
-    found = getattr(Ranking(policy, Wanted(**wanted | {"cached": cached}), fleet), kind)(everybody)
+    ranking = Ranking(policy, Wanted(**wanted | {"cached": cached}), fleet)
+    exposed = {"exposed_ms": token_ms * ranking.lacking} if kind == "decode" else {}
+    found = getattr(ranking, kind)(everybody, **exposed)
     return None if found is None else fleet.id_of(found.number)
 
 
@@ -68,8 +72,8 @@ class TestCost:
     def test_what_is_held_need_not_be_sent(self) -> None:
         workers = [worker("idle", step_time=FAST), worker("holds", step_time=FAST, running=2)]
         cached = {"holds": 960}
-        assert best("decode", "cost", wants(1000, cached, transfer_ms=1.0), workers) == "holds"
-        assert best("decode", "cost", wants(1000, cached, transfer_ms=0.01), workers) == "idle"
+        for ms, taken in ((1.0, "holds"), (0.01, "idle")):
+            assert best("decode", "cost", wants(1000, cached), workers, token_ms=ms) == taken
 
     def test_streams_are_slower_where_many_run_or_much_is_attended_to(self) -> None:
         workers = [worker("full", step_time=SLOW, running=6), worker("free", step_time=SLOW, running=5)]
@@ -188,7 +192,7 @@ def test_the_cost_of_the_choice_is_the_least_there_is(loads, prompt, data) -> No
 
     for kind in ("prefill", "decode", "whole"):
         costs = {w.worker_id: cost(w, kind) for w in workers}
-        chosen = best(kind, "cost", wants(prompt, cached, transfer_ms=0.3), workers)
+        chosen = best(kind, "cost", wants(prompt, cached), workers, token_ms=0.3)
         assert chosen is not None
         assert costs[chosen] <= min(costs.values()) * (1 + ALIKE) + 0.01 * prompt
 

@@ -1,0 +1,57 @@
+"""How long KV takes from one worker to another, as transfers so far have shown. Pure.
+
+Of a pair that has exchanged nothing yet the mean of all is believed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from router.fleet import Column
+
+NEWS = 0.2
+"""Weight of the newest transfer in a mean: a handful decide."""
+
+
+class Links:
+    """Milliseconds that the KV of one token takes, by the workers' numbers; means in which old news fade."""
+
+    def __init__(self) -> None:
+        self._mean = math.nan
+        self._from: dict[int, Column] = {}  # by prefill worker; nan for those that it has sent nothing
+
+    def seen(self, prefill: int, decode: int, ms: float) -> None:
+        """A transfer took so long for each of its tokens."""
+        row = self._from.get(prefill)
+        if row is None or decode >= len(row):
+            longer = np.full(decode + 1, math.nan)
+            if row is not None:
+                longer[: len(row)] = row
+            row = self._from[prefill] = longer
+        row[decode] = _mean(float(row[decode]), ms)
+        self._mean = _mean(self._mean, ms)
+
+    def forget(self, number: int) -> None:
+        """The worker is gone, and another one may get its number. Idempotent."""
+        self._from.pop(number, None)
+        for row in self._from.values():
+            if number < len(row):
+                row[number] = math.nan
+
+    def token_ms(self, prefill: int | None, size: int) -> Column | float:
+        """From this worker, or from any, to each of so many; a number if it is the same for all, 0 if nothing is
+        known."""
+        usual = 0.0 if math.isnan(self._mean) else self._mean
+        row = self._from.get(prefill) if prefill is not None else None
+        if row is None:
+            return usual
+        column = np.full(size, usual)
+        known = row[:size]
+        np.copyto(column[: len(known)], known, where=~np.isnan(known))
+        return column
+
+
+def _mean(old: float, new: float) -> float:
+    return new if math.isnan(old) else (1 - NEWS) * old + NEWS * new
