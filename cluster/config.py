@@ -34,8 +34,10 @@ from pdcore.config import (
     CODEC_DTYPES,
     EngineConfig,
     KvCodecByClass,
+    QueueConfig,
     RouterConfig,
     SchedulerConfig,
+    TenantWeight,
     TransferConfig,
     WorkerConfig,
     convertible,
@@ -202,10 +204,18 @@ class ClusterConfig(Section):
                 batch=section.kv_codec_by_class.batch or "",
             ),
             drain_timeout_s=self.drain_timeout_s,
-            queue=self.queue.to_config(),
+            queue=self._queue_config(),
             policy=section.policy,
             disaggregate=section.disaggregate,
+            classes=section.classes.to_config(),
+            tenants=tuple(tenant.to_config(name) for name, tenant in section.tenants.items()),
+            api_keys_file=section.api_keys_file,
         )
+
+    def _queue_config(self) -> QueueConfig:
+        """The order of waiting requests, as router and workers know it."""
+        weights = tuple(TenantWeight(name, tenant.weight) for name, tenant in self.router.tenants.items())
+        return QueueConfig(self.queue.policy, self.queue.sjf_age_tokens, self.queue.batch_share, weights)
 
     def check(self) -> None:
         """Raise ConfigError if values that are fine one by one do not fit together."""
@@ -256,7 +266,7 @@ class ClusterConfig(Section):
     ) -> WorkerConfig:
         pool = self.pool(role)
         try:
-            scheduler = SchedulerConfig(**pool.scheduler.model_dump(), queue=self.queue.to_config())
+            scheduler = SchedulerConfig(**pool.scheduler.model_dump(), queue=self._queue_config())
         except ConfigError as error:
             raise ConfigError(f"{role}.{error.key}", error.value, error.allowed) from error
         swap_memory, preemption = 0, AUTO

@@ -6,7 +6,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import ByteSize, ValidationError
@@ -79,6 +79,8 @@ def _scalar(value: object) -> str:
     if isinstance(value, ByteSize):
         return _size(int(value))
     plain = list(value) if isinstance(value, tuple) else value
+    if isinstance(plain, dict):
+        plain = {name: item.model_dump() if isinstance(item, Section) else item for name, item in plain.items()}
     return yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
 
 
@@ -176,19 +178,30 @@ def _key_path(loc: Sequence[int | str]) -> list[str]:
     """The keys of the file in a pydantic location, without the names of union branches."""
     path: list[str] = []
     section: type[Section] | None = ClusterConfig
+    named = False  # the next part is a name that the user chose
     for part in loc:
         if section is None:
             break
         path.append(str(part))
-        section = _child(section, str(part))
+        if not named:
+            named = _is_mapping(section, str(part))
+            section = _child(section, str(part))
+        else:
+            named = False
     return path
 
 
 def _section_at(path: Sequence[str]) -> type[Section]:
     section: type[Section] = ClusterConfig
-    for part in path:
+    for part in path:  # names in a mapping of sections are no keys of theirs
         section = _child(section, part) or section
     return section
+
+
+def _is_mapping(section: type[Section], key: str) -> bool:
+    """Whether the key holds sections by name."""
+    info = section.model_fields.get(key)
+    return info is not None and get_origin(info.annotation) is dict
 
 
 def _child(section: type[Section], key: str) -> type[Section] | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from pdcore.config import QueueConfig, TenantWeight
+from pdcore.classes import ClassObjective, ClassObjectives, TenantLimits
 from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
+from pdcore.types import PriorityClass
 
 ByteCount = Annotated[ByteSize, Field(ge=1)]
 Cores = Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...]
@@ -18,6 +19,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 _BALANCED = SCHEDULER_DEFAULTS["balanced"]
+_CLASSES = ClassObjectives()
 
 
 class Section(BaseModel):
@@ -210,7 +212,8 @@ class KvCodecSection(Section):
 
 
 class QueueSection(Section):
-    """In which order waiting requests are served; docs/scheduling.md says which policy is for what."""
+    """In which order waiting requests are served; docs/scheduling.md says which policy is for what. Tenants' weights
+    are with the other things that are set for them, in `RouterSection`."""
 
     policy: Literal["fcfs", "sjf", "fair", "priority", "static"] = Field(
         default="priority",
@@ -228,14 +231,84 @@ class QueueSection(Section):
         le=0.5,
         description="priority: share of starts and of running places that batch requests are sure of; 0: none",
     )
-    tenant_weights: dict[str, PositiveFloat] = Field(
-        default={}, description="fair: shares of tenants by name, relative to all others, which have 1"
+
+
+_TTFT = (
+    "time to first token that is aimed at; what cannot meet it is shed before anything is computed, with a hint when "
+    "to come again; 0: none"
+)
+_ITL = (
+    "time between two tokens that is aimed at; batch requests are kept from workers where one more would break it "
+    "(queue policy priority); 0: none"
+)
+
+
+def _milliseconds(default: float, description: str) -> Any:
+    return Field(default=default, ge=0, allow_inf_nan=False, description=description)
+
+
+class ClassSection(Section):
+    """One class of requests."""
+
+    ttft_ms: float = _milliseconds(_CLASSES.batch.ttft_ms, _TTFT)
+    itl_ms: float = _milliseconds(_CLASSES.batch.itl_ms, _ITL)
+    max_queue: PositiveInt | None = Field(
+        default=None, description="requests of the class that may wait; null: router.max_queue"
     )
 
-    def to_config(self) -> QueueConfig:
-        """As the parts know it."""
-        weights = tuple(TenantWeight(tenant, weight) for tenant, weight in self.tenant_weights.items())
-        return QueueConfig(self.policy, self.sjf_age_tokens, self.batch_share, weights)
+    def to_config(self) -> ClassObjective:
+        """As the router knows it."""
+        return ClassObjective(self.ttft_ms, self.itl_ms, self.max_queue)
+
+
+class InteractiveSection(ClassSection):
+    """Somebody waits for each token."""
+
+    ttft_ms: float = _milliseconds(_CLASSES.interactive.ttft_ms, _TTFT)
+    itl_ms: float = _milliseconds(_CLASSES.interactive.itl_ms, _ITL)
+
+
+class StandardSection(ClassSection):
+    """What says nothing else."""
+
+    ttft_ms: float = _milliseconds(_CLASSES.standard.ttft_ms, _TTFT)
+    itl_ms: float = _milliseconds(_CLASSES.standard.itl_ms, _ITL)
+
+
+class ClassesSection(Section):
+    """What is promised to each class; the defaults suit small models on CPUs."""
+
+    interactive: InteractiveSection = Field(default=InteractiveSection(), description="the most urgent requests")
+    standard: StandardSection = Field(default=StandardSection(), description="requests that name no class")
+    batch: ClassSection = Field(default=ClassSection(), description="requests that fill the gaps")
+
+    def to_config(self) -> ClassObjectives:
+        """As the router knows it."""
+        return ClassObjectives(*(section.to_config() for section in (self.interactive, self.standard, self.batch)))
+
+
+class TenantSection(Section):
+    """One tenant. Limits hold for each router."""
+
+    weight: PositiveFloat = Field(default=1.0, description="queue policy fair: share, relative to the other tenants")
+    requests_per_minute: int = Field(default=0, ge=0, description="requests that are let in a minute; 0: any number")
+    tokens_per_minute: int = Field(
+        default=0, ge=0, description="tokens of prompts and outputs a minute; 0: any number"
+    )
+    max_concurrent: int = Field(default=0, ge=0, description="requests at a time; 0: any number")
+    default_class: Literal["interactive", "standard", "batch"] = Field(
+        default="standard", description="class of requests that name none"
+    )
+
+    def to_config(self, name: str) -> TenantLimits:
+        """As the router knows it; the weight is the queue's."""
+        return TenantLimits(
+            tenant=name,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            max_concurrent=self.max_concurrent,
+            default_class=PriorityClass[self.default_class.upper()],
+        )
 
 
 class RouterSection(Section):
@@ -255,7 +328,22 @@ class RouterSection(Section):
         description="always: the prompt on a prefill worker, the rest on a decode worker, wherever both serve; auto: "
         "both on one worker where that is better by prediction, as for short or mostly cached prompts",
     )
-    max_queue: int = Field(default=256, ge=1, description="requests that may wait for a worker; more are shed")
+    max_queue: int = Field(
+        default=256, ge=1, description="requests of each class that may wait for a worker; more are shed"
+    )
+    classes: ClassesSection = Field(
+        default=ClassesSection(), description="objectives of each class; docs/routing.md says what becomes of them"
+    )
+    tenants: dict[str, TenantSection] = Field(
+        default={},
+        description="weights, limits and classes of tenants by name; the name * stands for each tenant without an "
+        "entry of its own",
+    )
+    api_keys_file: str = Field(
+        default="",
+        description="file of API keys: a mapping of SHA-256 digests of keys, in hexadecimal, to tenants; every "
+        "request needs a key then; empty: no keys, tenants are who they say they are",
+    )
     token_window: int = Field(
         default=64, ge=1, description="tokens per request that the client has not taken yet, at most"
     )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdcore.classes import OTHERS, ClassObjectives, TenantLimits
 from pdcore.costs import AUTO
 from pdcore.errors import ConfigError
 from pdcore.faults import FAULT_POINTS, FaultPlan
-from pdcore.types import DTYPE_BYTES, Role
+from pdcore.types import DTYPE_BYTES, PriorityClass, Role
 
 LOSSLESS_CODECS = ("raw", "zstd", "bexp-zstd", "bexp3")
 LOSSY_CODECS = ("q8", "q8-zstd", "k6v4", "k4v4", "tc4", "fp8")
@@ -62,7 +63,8 @@ def _require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TenantWeight:
-    """A tenant's share under the queue policy `fair`, relative to tenants without an entry, which have 1."""
+    """A tenant's share under the queue policy `fair`, relative to the others. The entry `OTHERS` is that of each one
+    without an entry, which is 1 if there is none."""
 
     tenant: str
     weight: float
@@ -77,7 +79,7 @@ class QueueConfig:
         sjf_age_tokens: `sjf`: each later arrival makes a waiting prompt count as so many tokens shorter.
         batch_share: `priority`: of the requests started while batch ones wait, at least this share is of them; of
             the running ones, this share is not made to give way. 0 leaves nothing to batch.
-        tenant_weights: `fair`: weights of tenants that do not have 1.
+        tenant_weights: `fair`: weights of tenants (`router.tenants` in the configuration).
     """
 
     policy: str = "priority"
@@ -90,11 +92,12 @@ class QueueConfig:
         _require(self.sjf_age_tokens >= 1, "queue.sjf_age_tokens", self.sjf_age_tokens, "an integer >= 1")
         _require(0 <= self.batch_share <= 0.5, "queue.batch_share", self.batch_share, "a number in [0, 0.5]")
         for entry in self.tenant_weights:
-            _require(entry.weight > 0, f"queue.tenant_weights.{entry.tenant}", entry.weight, "a number > 0")
+            _require(entry.weight > 0, f"router.tenants.{entry.tenant}.weight", entry.weight, "a number > 0")
 
     def weight(self, tenant: str) -> float:
         """The tenant's weight."""
-        return next((entry.weight for entry in self.tenant_weights if entry.tenant == tenant), 1.0)
+        weights = {entry.tenant: entry.weight for entry in self.tenant_weights}
+        return weights.get(tenant, weights.get(OTHERS, 1.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +378,9 @@ class RouterConfig:
         served_name: the model's name for clients.
         host, grpc_port: public address; port 0 picks a free one.
         controller: ``host:port`` of the membership service.
-        max_queue: requests waiting for a worker at most; more are shed.
+        max_queue: requests of a class waiting for a worker at most, unless the class says otherwise; more are shed.
+        classes: what is promised to each class. tenants: what each may ask of this router.
+        api_keys_file: says whose key is whose (`router.api_keys`); empty: tenants are who they say they are.
         token_window: tokens per request on their way to a client that has not taken them.
         max_queued_prefill_tokens: prompt tokens that one worker may hold queued, its longest prompt not counted;
             0 for what the worker computes in two steps.
@@ -413,6 +418,9 @@ class RouterConfig:
     queue: QueueConfig = field(default_factory=QueueConfig)
     policy: str = "cost"
     disaggregate: str = AUTO
+    classes: ClassObjectives = field(default_factory=ClassObjectives)
+    tenants: tuple[TenantLimits, ...] = ()
+    api_keys_file: str = ""
 
     def __post_init__(self) -> None:
         allowed = ", ".join(DISAGGREGATE_CHOICES)
@@ -446,3 +454,9 @@ class RouterConfig:
             self.max_message_bytes >= 65536, "router.max_message_bytes", self.max_message_bytes, "at least 65536"
         )
         _require(self.drain_timeout_s >= 0, "router.drain_timeout_s", self.drain_timeout_s, "a number >= 0")
+
+    @property
+    def max_queue_by_class(self) -> dict[PriorityClass, int]:
+        """Requests of each class that may wait."""
+        own = {priority: self.classes.of(priority).max_queue for priority in PriorityClass}
+        return {priority: self.max_queue if value is None else value for priority, value in own.items()}

@@ -8,6 +8,7 @@
     |  |- UnknownModel              the request names a model that this cluster does not serve
     |  |- Unauthenticated           the token is missing or wrong
     |  |- Overloaded                the queue is full, or the deadline cannot be met; carries a retry hint
+    |  |  `- RateLimited            the tenant has used up what it may ask for
     |  |- Unavailable               no worker in a pool, or draining
     |  |  `- ReplaysExhausted       workers died under the request more often than it may be replayed
     |  |- DeadlineExceeded          the client's deadline passed
@@ -80,6 +81,10 @@ class Overloaded(RequestError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """The tenant asks for more than its limits allow; others may get in at the same time."""
 
 
 class Unavailable(RequestError):

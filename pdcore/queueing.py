@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
+from pdcore.classes import OTHERS
 from pdcore.config import QueueConfig
 from pdcore.types import PriorityClass
 
@@ -140,6 +141,7 @@ class QueueBook:
         self.config = config
         self._fair = config.policy == "fair"
         self._weights = {entry.tenant: entry.weight for entry in config.tenant_weights}
+        self._other_weight = self._weights.get(OTHERS, 1.0)
         self._counters: dict[str, float] = {}
         self._present: frozenset[str] = frozenset()  # tenants that had a request waiting at the last look
         self._since_batch = 0
@@ -158,6 +160,15 @@ class QueueBook:
             arrivals = sorted(entry.arrival for entry in waiting)
             self._batch_end = arrivals[-1 if places is None else min(places, len(arrivals)) - 1]
         return QueueState(MappingProxyType(self._counters), self._since_batch, self._batch_end)
+
+    def peek(self) -> QueueState:
+        """The state as it is, for looking ahead: nothing is decided by it, and nothing changes."""
+        return QueueState(MappingProxyType(self._counters), self._since_batch, self._batch_end)
+
+    @property
+    def batch_due(self) -> bool:
+        """`priority`: whether the next start is to be that of a batch request, if one waits."""
+        return self._since_batch + 1 >= batch_period(self.config)
 
     def started(self, entry: Waiting, stay: Iterable[PriorityClass]) -> None:
         """`entry` leaves the queue to run; `stay`: classes of those that go on waiting."""
@@ -178,7 +189,9 @@ class QueueBook:
         self._batch_end = -1
 
     def _charge(self, tenant: str, tokens: float) -> None:
-        self._counters[tenant] = self._counters.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
+        self._counters[tenant] = self._counters.get(tenant, 0.0) + tokens / self._weights.get(
+            tenant, self._other_weight
+        )
 
     def _level(self, present: frozenset[str]) -> None:
         """Lift who comes to wait to the lowest counter of those that waited already: idleness earns nothing."""

@@ -141,6 +141,68 @@ class Decision(google.protobuf.message.Message):
 Global___Decision: typing_extensions.TypeAlias = Decision
 
 @typing.final
+class ClassStatus(google.protobuf.message.Message):
+    """One class of requests, by this router. Counters grow from its start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    MAX_QUEUE_FIELD_NUMBER: builtins.int
+    TTFT_MS_FIELD_NUMBER: builtins.int
+    ITL_MS_FIELD_NUMBER: builtins.int
+    ADMITTED_FIELD_NUMBER: builtins.int
+    SHED_FULL_FIELD_NUMBER: builtins.int
+    SHED_LATE_FIELD_NUMBER: builtins.int
+    SHED_WAITING_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
+    LATE_FIELD_NUMBER: builtins.int
+    SLOW_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """"interactive", "standard" or "batch" """
+    waiting: builtins.int
+    """for a worker"""
+    max_queue: builtins.int
+    """that may wait"""
+    ttft_ms: builtins.float
+    """objective; 0 is none"""
+    itl_ms: builtins.float
+    """objective; 0 is none"""
+    admitted: builtins.int
+    shed_full: builtins.int
+    """refused: enough were waiting"""
+    shed_late: builtins.int
+    """refused: the deadline or the objective could not be met"""
+    shed_waiting: builtins.int
+    """given up for the same reason while they waited"""
+    finished: builtins.int
+    """samples that ended well, or were cancelled by id"""
+    late: builtins.int
+    """of these: first token later than the objective"""
+    slow: builtins.int
+    """of these: mean time between tokens longer than the objective"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        waiting: builtins.int = ...,
+        max_queue: builtins.int = ...,
+        ttft_ms: builtins.float = ...,
+        itl_ms: builtins.float = ...,
+        admitted: builtins.int = ...,
+        shed_full: builtins.int = ...,
+        shed_late: builtins.int = ...,
+        shed_waiting: builtins.int = ...,
+        finished: builtins.int = ...,
+        late: builtins.int = ...,
+        slow: builtins.int = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["admitted", b"admitted", "finished", b"finished", "itl_ms", b"itl_ms", "late", b"late", "max_queue", b"max_queue", "name", b"name", "shed_full", b"shed_full", "shed_late", b"shed_late", "shed_waiting", b"shed_waiting", "slow", b"slow", "ttft_ms", b"ttft_ms", "waiting", b"waiting"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ClassStatus: typing_extensions.TypeAlias = ClassStatus
+
+@typing.final
 class GetStatusReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -158,6 +220,8 @@ class GetStatusReply(google.protobuf.message.Message):
     REBUILDS_FIELD_NUMBER: builtins.int
     DECISIONS_FIELD_NUMBER: builtins.int
     DEGRADED_FIELD_NUMBER: builtins.int
+    CLASSES_FIELD_NUMBER: builtins.int
+    RATE_LIMITED_REQUESTS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     uptime_s: builtins.float
     draining: builtins.bool
@@ -172,6 +236,8 @@ class GetStatusReply(google.protobuf.message.Message):
     """of those, requests that the decode side computed again itself"""
     degraded: builtins.str
     """what the cluster does without, and how it serves in spite of it; empty if all is well"""
+    rate_limited_requests: builtins.int
+    """refused: their tenant's limits were used up"""
     @property
     def model(self) -> protos.worker_pb2.ModelDescription: ...
     @property
@@ -179,6 +245,10 @@ class GetStatusReply(google.protobuf.message.Message):
     @property
     def decisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Decision]:
         """the most frequent first"""
+
+    @property
+    def classes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClassStatus]:
+        """the most urgent first"""
 
     def __init__(
         self,
@@ -197,10 +267,12 @@ class GetStatusReply(google.protobuf.message.Message):
         rebuilds: builtins.int = ...,
         decisions: collections.abc.Iterable[Global___Decision] | None = ...,
         degraded: builtins.str = ...,
+        classes: collections.abc.Iterable[Global___ClassStatus] | None = ...,
+        rate_limited_requests: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["model", b"model"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classes", b"classes", "decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rate_limited_requests", b"rate_limited_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatusReply: typing_extensions.TypeAlias = GetStatusReply

@@ -3,9 +3,12 @@
 isort:skip_file
 The public API.
 
-Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), RESOURCE_EXHAUSTED
-(with google.rpc.RetryInfo), UNAVAILABLE (no worker, draining, replays used up), DEADLINE_EXCEEDED, CANCELLED,
-INTERNAL. The deadline of a request is the deadline of the call.
+Where the cluster has API keys, every call needs metadata `authorization: Bearer KEY`, which says whose it is.
+
+Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), UNAUTHENTICATED (no key, or
+an unknown one), RESOURCE_EXHAUSTED (with google.rpc.RetryInfo: the tenant's limits are used up, enough requests of the
+class wait, or the deadline or the class's objective cannot be met), UNAVAILABLE (no worker, draining, replays used up),
+DEADLINE_EXCEEDED, CANCELLED, INTERNAL. The deadline of a request is the deadline of the call.
 """
 
 import builtins
@@ -33,7 +36,7 @@ class _Priority:
 class _PriorityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
-    """standard"""
+    """the tenant's default: standard, if the cluster's configuration says nothing else"""
     PRIORITY_INTERACTIVE: _Priority.ValueType  # 1
     PRIORITY_STANDARD: _Priority.ValueType  # 2
     PRIORITY_BATCH: _Priority.ValueType  # 3
@@ -41,7 +44,7 @@ class _PriorityEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumT
 class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper): ...
 
 PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
-"""standard"""
+"""the tenant's default: standard, if the cluster's configuration says nothing else"""
 PRIORITY_INTERACTIVE: Priority.ValueType  # 1
 PRIORITY_STANDARD: Priority.ValueType  # 2
 PRIORITY_BATCH: Priority.ValueType  # 3
@@ -339,7 +342,7 @@ class GenerateRequest(google.protobuf.message.Message):
     """empty: the served model"""
     prompt: builtins.str
     tenant: builtins.str
-    """at most 128 characters; the queue policy "fair" shares out among tenants"""
+    """At most 128 characters; limits and the queue policy "fair" go by it. With API keys: empty, or the key's tenant."""
     priority: Global___Priority.ValueType
     """class; the queue policy "priority", which is the default, starts them in this order"""
     kv_codec: builtins.str

@@ -72,7 +72,8 @@ class GenerationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends a running request of any client by its id; its stream ends with finish reason CANCELLED.
+        """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
+        reason CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

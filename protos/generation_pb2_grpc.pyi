@@ -3,9 +3,12 @@
 isort:skip_file
 The public API.
 
-Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), RESOURCE_EXHAUSTED
-(with google.rpc.RetryInfo), UNAVAILABLE (no worker, draining, replays used up), DEADLINE_EXCEEDED, CANCELLED,
-INTERNAL. The deadline of a request is the deadline of the call.
+Where the cluster has API keys, every call needs metadata `authorization: Bearer KEY`, which says whose it is.
+
+Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), UNAUTHENTICATED (no key, or
+an unknown one), RESOURCE_EXHAUSTED (with google.rpc.RetryInfo: the tenant's limits are used up, enough requests of the
+class wait, or the deadline or the class's objective cannot be met), UNAVAILABLE (no worker, draining, replays used up),
+DEADLINE_EXCEEDED, CANCELLED, INTERNAL. The deadline of a request is the deadline of the call.
 """
 
 import abc
@@ -33,7 +36,9 @@ class GenerationStub:
     Generate: grpc.UnaryStreamMultiCallable[protos.generation_pb2.GenerateRequest, protos.generation_pb2.GenerateEvent]
     """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once."""
     Cancel: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.CancelRequest, protos.generation_pb2.CancelReply]
-    """Ends a running request of any client by its id; its stream ends with finish reason CANCELLED."""
+    """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
+    reason CANCELLED.
+    """
     GetModel: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.GetModelRequest, protos.generation_pb2.GetModelReply]
     Tokenize: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.TokenizeRequest, protos.generation_pb2.TokenizeReply]
     Detokenize: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.DetokenizeRequest, protos.generation_pb2.DetokenizeReply]
@@ -44,7 +49,9 @@ class GenerationAsyncStub(GenerationStub):
     Generate: grpc.aio.UnaryStreamMultiCallable[protos.generation_pb2.GenerateRequest, protos.generation_pb2.GenerateEvent]  # type: ignore[assignment]
     """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once."""
     Cancel: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.CancelRequest, protos.generation_pb2.CancelReply]  # type: ignore[assignment]
-    """Ends a running request of any client by its id; its stream ends with finish reason CANCELLED."""
+    """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
+    reason CANCELLED.
+    """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.GetModelRequest, protos.generation_pb2.GetModelReply]  # type: ignore[assignment]
     Tokenize: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.TokenizeRequest, protos.generation_pb2.TokenizeReply]  # type: ignore[assignment]
     Detokenize: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.DetokenizeRequest, protos.generation_pb2.DetokenizeReply]  # type: ignore[assignment]
@@ -64,7 +71,9 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         request: protos.generation_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> typing.Union[protos.generation_pb2.CancelReply, collections.abc.Awaitable[protos.generation_pb2.CancelReply]]:
-        """Ends a running request of any client by its id; its stream ends with finish reason CANCELLED."""
+        """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
+        reason CANCELLED.
+        """
 
     @abc.abstractmethod
     def GetModel(

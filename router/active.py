@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from router.admission import QueueEntry
+from router.limits import Charge
 from router.prefixes import PromptNames
 from router.stream import RequestStream
 from router.tracker import RequestState, RequestTracker
@@ -47,6 +48,8 @@ class ActiveRequest:
         local_only: disaggregation was found impossible.
         branches: the samples of a trunk. trunk: of a sample; None once it goes on alone.
         group: of a sample. joined: its attempt that is part of its trunk's last one; 0 before there is one.
+        charge: what its tenant was charged, of all but samples. expected_token: when it was started (seconds on the
+            clock), and after how many milliseconds its first token is expected.
         no_route_since: seconds on the clock since when no worker could ever take it; None if one can.
     """
 
@@ -61,6 +64,8 @@ class ActiveRequest:
     failed_transfers: int = 0
     rebuild: bool = False
     local_only: bool = False
+    charge: Charge | None = None
+    expected_token: tuple[float, float] | None = None
     no_route_since: float | None = None
     branches: tuple[ActiveRequest, ...] = ()
     trunk: ActiveRequest | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import grpc
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
+from pdcore.types import PriorityClass
 from protos import admin_pb2, admin_pb2_grpc, worker_pb2
 from protos.convert import model_to_proto
 from router.dispatcher import Dispatcher
@@ -43,6 +46,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 for (mode, reason), count in dispatcher.counters.decisions.most_common()
             ],
             degraded=dispatcher.pool.degraded,
+            classes=[self._class_status(priority) for priority in PriorityClass],
+            rate_limited_requests=dispatcher.admission.rate_limited,
+        )
+
+    def _class_status(self, priority: PriorityClass) -> admin_pb2.ClassStatus:
+        objective = self._config.classes.of(priority)
+        counters = self._dispatcher.admission.counters[priority]
+        return admin_pb2.ClassStatus(
+            name=priority.name.lower(),
+            waiting=self._dispatcher.waiting_of(priority),
+            max_queue=self._config.max_queue_by_class[priority],
+            ttft_ms=objective.ttft_ms,
+            itl_ms=objective.itl_ms,
+            **asdict(counters),
         )
 
     async def GetSteps(

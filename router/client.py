@@ -7,6 +7,7 @@
             print(event.text, end="")
 
 Failures raise the errors of `pdcore.errors`: InvalidRequest names the field, Overloaded says when to try again.
+Where the cluster has API keys, give one as `api_key`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from pdcore.api_key import key_metadata
 from pdcore.logprobs import Logprobs, joined
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from protos.convert import logprobs_from_proto
@@ -234,10 +236,13 @@ class Client:
 
     Args:
         address: ``host:port`` of a router.
+        api_key: says whose the requests are, where the cluster has keys. It travels as it is: use it on networks that
+            you trust, or through a proxy that encrypts.
         read_ahead_bytes: what a router may send of one stream before it is read here.
     """
 
-    def __init__(self, address: str, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+    def __init__(self, address: str, *, api_key: str = "", read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+        self._metadata = key_metadata(api_key)
         self._channel = grpc.insecure_channel(address, options=client_options(MAX_MESSAGE_BYTES, read_ahead_bytes))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
@@ -259,7 +264,8 @@ class Client:
             request: `model`, `request_id`, `tenant`, `priority` (``interactive``, ``standard`` or ``batch``),
                 `kv_codec` (how KV travels inside the cluster) and `cache_salt` (who shares cached prompts).
         """
-        call = self._stub.Generate(build_request(prompt, sampling, **request), timeout=timeout_s)
+        message = build_request(prompt, sampling, **request)
+        call = self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
         try:
             yield from call
         except grpc.RpcError as error:
@@ -306,10 +312,9 @@ class Client:
         request = generation_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
         return str(self._call(self._stub.Detokenize, request, timeout_s).text)
 
-    @staticmethod
-    def _call(method: Any, request: object, timeout_s: float) -> Any:
+    def _call(self, method: Any, request: object, timeout_s: float) -> Any:
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error) from error
 
@@ -317,7 +322,8 @@ class Client:
 class AsyncClient:
     """`Client` for asyncio; to be made and used on one event loop."""
 
-    def __init__(self, address: str, *, read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+    def __init__(self, address: str, *, api_key: str = "", read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+        self._metadata = key_metadata(api_key)
         options = client_options(MAX_MESSAGE_BYTES, read_ahead_bytes)
         self._channel = grpc.aio.insecure_channel(address, options=options)
         self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)
@@ -335,7 +341,8 @@ class AsyncClient:
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
     ) -> AsyncIterator[Event]:
         """See `Client.generate`. Close the iterator (``aclosing``) to cancel when leaving the loop early."""
-        call = self._stub.Generate(build_request(prompt, sampling, **request), timeout=timeout_s)
+        message = build_request(prompt, sampling, **request)
+        call = self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
         try:
             async for event in call:
                 yield event
@@ -385,9 +392,8 @@ class AsyncClient:
         reply = await self._call(self._stub.Detokenize, request, timeout_s)
         return str(reply.text)
 
-    @staticmethod
-    async def _call(method: Any, request: object, timeout_s: float) -> Any:
+    async def _call(self, method: Any, request: object, timeout_s: float) -> Any:
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_of(error) from error

@@ -16,21 +16,22 @@ from pdcore.errors import (
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
-    Overloaded,
     RequestError,
     Unavailable,
 )
-from pdcore.types import FinishReason
+from pdcore.types import FinishReason, PriorityClass
 from protos import kv_pb2, worker_pb2
 from protos.convert import logprobs_from_proto, spec_to_proto, stats_from_proto
 from router import effects as effects_of
 from router.active import ActiveRequest, Counters, SampleGroup, log_event
-from router.admission import AdmissionQueue, QueueEntry, Shed
+from router.admission import AdmissionQueue, QueueEntry
+from router.admission_control import AdmissionControl
 from router.effects import Effect
 from router.links import Links
 from router.policy import Mode, Route
 from router.prefixes import Prefixes, PromptNames, lacking
 from router.queue_pump import QueuePump
+from router.ranking import USES_PREFIXES
 from router.rebuild import FailedTransfer, TransferRates, after_failed_transfer, another_pair
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
@@ -110,8 +111,9 @@ class Dispatcher:
         self._config = config
         self._clock = clock
         self._on_change = on_change
-        self._queue = AdmissionQueue(config.max_queue, config.queue)
+        self._queue = AdmissionQueue(config.max_queue, config.queue, config.max_queue_by_class)
         self._active: dict[str, ActiveRequest] = {}
+        self.admission = AdmissionControl(config, self._queue, self.pool, self._active, clock)
         self._groups: dict[str, SampleGroup] = {}  # by the id that their client knows
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
         self._prefixes = Prefixes(clock, self.pool.numbers)
@@ -121,6 +123,7 @@ class Dispatcher:
             self._active,
             self._prefixes,
             clock,
+            admission=self.admission,
             policy=config.policy,
             disaggregate=config.disaggregate,
             rates=self._rates,
@@ -144,6 +147,10 @@ class Dispatcher:
     def queued(self) -> int:
         return len(self._queue)
 
+    def waiting_of(self, priority: PriorityClass) -> int:
+        """Requests of the class that wait for a worker."""
+        return self._queue.waiting_of(priority)
+
     @property
     def running(self) -> int:
         joined = sum(active.trunk is not None for active in self._active.values())  # counted as their trunk
@@ -161,8 +168,8 @@ class Dispatcher:
             Its samples.
 
         Raises:
-            Unavailable: draining, or no worker could run it. Overloaded: the queue is full.
-            InvalidRequest: its id is in use.
+            Unavailable: draining, or no worker could run it. InvalidRequest: its id is in use.
+            RateLimited, Overloaded: see `AdmissionControl.admit`.
         """
         if self.draining:
             raise Unavailable("the router is draining")
@@ -172,13 +179,13 @@ class Dispatcher:
             raise Unavailable("no worker is connected")
         names = PromptNames(request.prompt, request.cache_salt)
         tokens = len(request.prompt)
-        # These go by what has to be computed: all of it where prompt tokens are scored.
-        if self._config.queue.policy in ("sjf", "fair") and request.params.prompt_logprobs is None:
+        # What has to be computed: all of it where prompt tokens are scored.
+        by_tokens = self._config.queue.policy in ("sjf", "fair") or self._config.policy in USES_PREFIXES
+        if by_tokens and request.params.prompt_logprobs is None:
             tokens = lacking(tokens, self._prefixes.cached(names))
-        admitted = self._queue.offer(request.request_id, request.priority, tokens=tokens, tenant=request.tenant)
-        if isinstance(admitted, Shed):
-            raise Overloaded(f"{len(self._queue)} requests are waiting already", admitted.retry_after_s)
-        first = self._begin(request, admitted.entry, RequestStream(texts[0]), names)
+        entry, charge = self.admission.admit(request, tokens, deadline)
+        first = self._begin(request, entry, RequestStream(texts[0]), names)
+        first.charge = charge
         samples = [first] if len(texts) == 1 else self._begin_samples(request, first, texts)
         if deadline is not None:
             loop, delay = asyncio.get_running_loop(), max(0.0, deadline - self._clock.now())
@@ -237,9 +244,15 @@ class Dispatcher:
             group.add(self._begin(request, entry, RequestStream(text), trunk.names, number))
         return group.running
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request by its id; False if it is not running. The ids of samples are ours alone."""
+    def cancel(self, request_id: str, tenant: str | None = None) -> bool:
+        """End a request by its id, if it is the tenant's (None: anybody's); False if there is none that runs.
+
+        The ids of samples are ours alone.
+        """
         group, active = self._groups.get(request_id), self._active.get(request_id)
+        one = active if group is None else group.trunk
+        if tenant is not None and one is not None and one.entry.tenant != tenant:
+            return False
         if group is not None:
             running = group.running
         else:
@@ -366,6 +379,8 @@ class Dispatcher:
                 self._bug(active, error)
                 continue
             self._queue.generated(active.entry, len(active.tracker.delivered) - before)
+            if not before and active.tracker.delivered:
+                self.admission.first_token(active)
             if effects:
                 self.perform(active, effects)
         for notice in report.notices:
@@ -575,6 +590,7 @@ class Dispatcher:
             replays=timeline.replays,
         )
         active.stream.end(Terminal(outcome, len(tracker.prompt), len(tracker.delivered), timeline))
+        self.admission.ended(active, outcome)
         if active.group is not None:
             self._sample_ended(active.group)
         self._one_less()
@@ -589,7 +605,8 @@ class Dispatcher:
             if sample.tracker.state is not RequestState.ENDED:
                 self._queue.goes_on(sample.entry)
             for worker_id in sample.tracker.holders:
-                self.pool.assign(worker_id, sample.tracker.key, prefill_tokens=0, cache_tokens=1)
+                priority = sample.entry.priority
+                self.pool.assign(worker_id, sample.tracker.key, prefill_tokens=0, cache_tokens=1, priority=priority)
         self._one_less()
 
     def _sample_ended(self, group: SampleGroup) -> None:

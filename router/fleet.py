@@ -119,6 +119,11 @@ class Fleet:
         """Some worker has measured steps as large as those of prompts are."""
         return self._common.prompt is not None
 
+    @property
+    def rows(self) -> list[WorkerSnapshot]:
+        """Who is there, each as of its last change: ages are older by now."""
+        return [row for row in self._rows if row is not None]
+
     def id_of(self, number: int) -> str:
         """Who has that row."""
         row = self._rows[number]

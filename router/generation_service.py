@@ -18,6 +18,7 @@ from pdcore.errors import InternalError, RequestError, Unavailable
 from pdcore.types import FinishReason
 from protos import generation_pb2, generation_pb2_grpc
 from protos.convert import logprobs_to_proto, model_to_proto, stats_to_proto
+from router.api_keys import Door, tenant_of
 from router.dispatcher import Dispatcher, RunningRequest
 from router.logit_validation import check_token_ids
 from router.stream import Chunk, Terminal
@@ -41,12 +42,14 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
 
 
 def _with_status(handler: Handler) -> Handler:
-    """Turn errors into statuses: a RequestError into its own, anything else into INTERNAL without details."""
+    """Let nobody in without a key, where there are keys; and turn errors into statuses: a RequestError into its own,
+    anything else into INTERNAL without details."""
 
     @wraps(handler)
     async def wrapper(self: GenerationService, request: Any, context: grpc.aio.ServicerContext) -> Any:
         failure: RequestError
         try:
+            self.caller(context)
             return await handler(self, request, context)
         except RequestError as error:
             failure = error
@@ -84,12 +87,19 @@ class _Call:
 class GenerationService(generation_pb2_grpc.GenerationServicer):
     """See generation.proto."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, text_model: TextModel, clock: Clock) -> None:
+    def __init__(
+        self, config: RouterConfig, dispatcher: Dispatcher, text_model: TextModel, door: Door, clock: Clock
+    ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._text_model = text_model
+        self._door = door
         self._clock = clock
         self._calls: set[_Call] = set()
+
+    def caller(self, context: grpc.aio.ServicerContext) -> str | None:
+        """The tenant whose key the call has; None where there are no keys. Raises Unauthenticated."""
+        return self._door.caller(context.invocation_metadata() or ())
 
     # -- Generate ------------------------------------------------------------------------------------------------
 
@@ -102,12 +112,17 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         deadline = None if remaining is None else self._clock.now() + remaining
         if self._dispatcher.draining:
             raise Unavailable("the router is draining")
+        tenant = tenant_of(self.caller(context), request.tenant)
+        admission = self._dispatcher.admission
+        admission.knock(tenant)  # before the prompt is tokenized
         checked = await validate(
             request,
             text_model=self._text_model,
             served_name=self._config.served_name,
             limits=self._limits(),
             in_flight=self._dispatcher.request_ids,
+            tenant=tenant,
+            default_class=admission.default_class(tenant),
         )
         texts = [
             self._text_model.stream(
@@ -186,7 +201,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Cancel(
         self, request: generation_pb2.CancelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.CancelReply:
-        return generation_pb2.CancelReply(found=self._dispatcher.cancel(request.request_id))
+        return generation_pb2.CancelReply(found=self._dispatcher.cancel(request.request_id, self.caller(context)))
 
     @_with_status
     async def GetModel(

@@ -10,6 +10,7 @@ from pdcore.errors import RequestError, Unavailable
 from pdcore.types import PriorityClass
 from router.active import ActiveRequest, Counters
 from router.admission import AdmissionQueue, QueueEntry
+from router.admission_control import AdmissionControl
 from router.effects import Effect
 from router.links import Links
 from router.policy import NoRoute, Route, RouteRequest, choose
@@ -27,6 +28,7 @@ class QueuePump:
     Args:
         active: the requests that have not ended, by id.
         prefixes: what workers have cached. policy: see `router.ranking`. disaggregate: see `router.policy`.
+        admission: gives up what cannot be in time, and holds back batch requests.
         rates, links: what is known of KV transfers.
         counters: gets the decisions.
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
@@ -41,6 +43,7 @@ class QueuePump:
         prefixes: Prefixes,
         clock: Clock,
         *,
+        admission: AdmissionControl,
         policy: str,
         disaggregate: str,
         rates: TransferRates,
@@ -54,6 +57,7 @@ class QueuePump:
         self._pool = pool
         self._active = active
         self._prefixes = prefixes
+        self._admission = admission
         self._clock = clock
         self._policy = policy
         self._disaggregate = disaggregate
@@ -85,12 +89,16 @@ class QueuePump:
                 break
 
             def route_for(entry: QueueEntry) -> Route | None:
-                return self._route(self._active[entry.request_id], now)
+                active = self._active[entry.request_id]
+                held_back = self._admission.held_back(active)
+                return None if held_back is None else self._route(active, now, held_back)
 
             started = self._queue.start_next(now, route_for)
             if started is None:
                 break
             self.start(self._active[started.entry.request_id], started.route, now)
+        for active, error in self._admission.overdue():
+            self._abandon(active, error)
         self._give_up_stranded(now)
         self._arm_wake(now)
 
@@ -111,7 +119,15 @@ class QueuePump:
         self._counters.decisions[route.mode, route.reason] += 1
         for worker_id in dict.fromkeys((route.decode, computes)):
             tokens = route.lacking if worker_id == computes else 0
-            self._pool.assign(worker_id, tracker.key, prefill_tokens=tokens, cache_tokens=tracker.prompt_tokens + 1)
+            if worker_id == computes:
+                self._admission.started(active, worker_id, tokens)
+            self._pool.assign(
+                worker_id,
+                tracker.key,
+                prefill_tokens=tokens,
+                cache_tokens=tracker.prompt_tokens + 1,
+                priority=active.entry.priority,
+            )
             self._prefixes.expect(worker_id, active.names)
         self._perform(active, effects)
 
@@ -132,9 +148,9 @@ class QueuePump:
             if timer is not None:
                 timer.cancel()
 
-    def _route(self, active: ActiveRequest, now: float) -> Route | None:
+    def _route(self, active: ActiveRequest, now: float, held_back: frozenset[str] = frozenset()) -> Route | None:
         self._routes += 1
-        chosen = choose(self._asked(active, now), self._pool.fleet())
+        chosen = choose(self._asked(active, now, held_back), self._pool.fleet())
         if isinstance(chosen, NoRoute):
             if chosen.busy:
                 active.no_route_since = None
@@ -182,7 +198,7 @@ class QueuePump:
             self._abandon(self._active[request_id], Unavailable(problem))
         self._arm_give_up()
 
-    def _asked(self, active: ActiveRequest, now: float) -> RouteRequest:
+    def _asked(self, active: ActiveRequest, now: float, held_back: frozenset[str]) -> RouteRequest:
         """What a route is asked for."""
         tracker = active.tracker
         return RouteRequest(
@@ -193,7 +209,7 @@ class QueuePump:
             interactive=active.entry.priority is PriorityClass.INTERACTIVE,
             rebuild=active.rebuild,
             local_only=active.local_only,
-            exclude=frozenset(worker for worker, until in active.refused.items() if until > now),
+            exclude=held_back.union(worker for worker, until in active.refused.items() if until > now),
             avoid=active.avoid,
             policy=self._policy,
             cached=self._prefixes.cached(active.names) if self._by_prefix(active) else None,
@@ -201,6 +217,7 @@ class QueuePump:
             links=self._links,
             disaggregate=self._disaggregate,
             handover_ms=self._rates.handover_ms,
+            itl_ms=self._admission.itl_ms,
         )
 
     def _by_prefix(self, active: ActiveRequest) -> bool:

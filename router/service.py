@@ -16,6 +16,7 @@ from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from router.admin_service import AdminService
+from router.api_keys import ApiKeys, Door
 from router.channels import public_server_options
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
@@ -76,11 +77,14 @@ class RouterServer:
         """Load the tokenizer, listen, and begin to follow the members. Sets `address` (``host:port``).
 
         Raises:
-            ModelError: no usable tokenizer in `model_path`. ConfigError: the port is taken.
+            ModelError: no usable tokenizer in `model_path`. ConfigError: the port is taken, or the file of API keys
+                is not one.
         """
         config = self.config
+        path = config.api_keys_file
+        keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
-        generation = GenerationService(config, self._dispatcher, self._text_model, self._clock)
+        generation = GenerationService(config, self._dispatcher, self._text_model, Door(keys), self._clock)
         server = grpc.aio.server(
             interceptors=(RefuseMalformed(),), options=public_server_options(config.max_message_bytes)
         )

@@ -18,6 +18,7 @@ class InFlight:
     Attributes:
         requests: requests on it. prefill_tokens: prompt tokens sent to it, or planned, and not known to be computed.
         longest_prefill: the largest share of one request in that.
+        by_class: requests on it of each class (index: `PriorityClass`).
         new_requests, new_prefill_tokens, new_blocks: the part sent after the worker's last report, which that report
             cannot contain.
     """
@@ -28,6 +29,7 @@ class InFlight:
     new_requests: int = 0
     new_prefill_tokens: int = 0
     new_blocks: int = 0
+    by_class: tuple[int, ...] = (0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

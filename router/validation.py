@@ -33,7 +33,6 @@ CHAT_ROLES = ("system", "user", "assistant")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]+")
 
 _PRIORITIES = {
-    generation_pb2.PRIORITY_UNSPECIFIED: PriorityClass.STANDARD,
     generation_pb2.PRIORITY_INTERACTIVE: PriorityClass.INTERACTIVE,
     generation_pb2.PRIORITY_STANDARD: PriorityClass.STANDARD,
     generation_pb2.PRIORITY_BATCH: PriorityClass.BATCH,
@@ -90,11 +89,14 @@ async def validate(
     served_name: str,
     limits: Limits,
     in_flight: Collection[str],
+    tenant: str | None = None,
+    default_class: PriorityClass = PriorityClass.STANDARD,
 ) -> GenerationRequest:
     """Check every field and tokenise the prompt.
 
     Args:
         in_flight: ids of the requests that are running; an id may be used again once its request has ended.
+        tenant: whose it is; None for whom it names. default_class: of a request that names none.
 
     Raises:
         InvalidRequest, UnknownModel: see generation.proto for what is allowed.
@@ -104,7 +106,10 @@ async def validate(
     request_id = _request_id(message.request_id, in_flight)
     if len(message.tenant) > MAX_TENANT_CHARS:
         raise InvalidRequest("tenant", f"must have at most {MAX_TENANT_CHARS} characters, got {len(message.tenant)}")
-    if message.priority not in _PRIORITIES:
+    priority = _PRIORITIES.get(message.priority)
+    if message.priority == generation_pb2.PRIORITY_UNSPECIFIED:
+        priority = default_class
+    if priority is None:
         raise InvalidRequest("priority", f"must be one of the values of Priority, got {message.priority}")
     if len(message.cache_salt) > MAX_SALT_CHARS:
         problem = f"must have at most {MAX_SALT_CHARS} characters, got {len(message.cache_salt)}"
@@ -133,8 +138,8 @@ async def validate(
         params=params,
         samples=samples,
         stops=stops,
-        priority=_PRIORITIES[message.priority],
-        tenant=message.tenant,
+        priority=priority,
+        tenant=message.tenant if tenant is None else tenant,
         kv_codec=message.kv_codec,
         cache_salt=message.cache_salt,
         include_stop=sampling.include_stop_str_in_output,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pdcore.clock import Clock
 from pdcore.config import CODECS, RouterConfig
 from pdcore.errors import Unavailable
-from pdcore.types import ModelInfo, RequestKey, Role
+from pdcore.types import ModelInfo, PriorityClass, RequestKey, Role
 from protos import admin_pb2, membership_pb2, worker_pb2
 from protos.convert import load_to_proto
 from router.fleet import Fleet
@@ -26,6 +26,7 @@ class _Assignment:
     prefill_tokens: int
     blocks: int
     report: int
+    priority: PriorityClass
 
 
 @dataclass(slots=True)
@@ -33,6 +34,7 @@ class _Book:
     """What this router has given to one worker; see `InFlight`."""
 
     assignments: dict[RequestKey, _Assignment] = field(default_factory=dict)
+    by_class: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
     prefill_tokens: int = 0
     new_requests: int = 0
     new_prefill_tokens: int = 0
@@ -41,8 +43,9 @@ class _Book:
     decisions: int = 0
     draining: bool = False
 
-    def assign(self, key: RequestKey, prefill_tokens: int, blocks: int) -> None:
-        self.assignments[key] = _Assignment(prefill_tokens, blocks, self.report)
+    def assign(self, key: RequestKey, prefill_tokens: int, blocks: int, priority: PriorityClass) -> None:
+        self.assignments[key] = _Assignment(prefill_tokens, blocks, self.report, priority)
+        self.by_class[priority] += 1
         self.prefill_tokens += prefill_tokens
         self.new_requests += 1
         self.new_prefill_tokens += prefill_tokens
@@ -61,7 +64,10 @@ class _Book:
     def release(self, key: RequestKey) -> None:
         self.prefill_computed(key)
         assignment = self.assignments.pop(key, None)
-        if assignment is not None and assignment.report == self.report:
+        if assignment is None:
+            return
+        self.by_class[assignment.priority] -= 1
+        if assignment.report == self.report:
             self.new_requests -= 1
             self.new_blocks -= assignment.blocks
 
@@ -77,6 +83,7 @@ class _Book:
             new_requests=self.new_requests,
             new_prefill_tokens=self.new_prefill_tokens,
             new_blocks=self.new_blocks,
+            by_class=tuple(self.by_class),
         )
 
 
@@ -186,11 +193,19 @@ class WorkerPool:
 
     # -- what is given to whom -----------------------------------------------------------------------------------
 
-    def assign(self, worker_id: str, key: RequestKey, *, prefill_tokens: int, cache_tokens: int) -> None:
+    def assign(
+        self,
+        worker_id: str,
+        key: RequestKey,
+        *,
+        prefill_tokens: int,
+        cache_tokens: int,
+        priority: PriorityClass,
+    ) -> None:
         """A request is sent to a worker, or is about to be."""
         client, book = self._clients.get(worker_id), self._books.get(worker_id)
         if client is not None and client.facts is not None and book is not None:
-            book.assign(key, prefill_tokens, client.facts.geometry.blocks_for(cache_tokens))
+            book.assign(key, prefill_tokens, client.facts.geometry.blocks_for(cache_tokens), priority)
             self._changed.add(worker_id)
 
     def prefill_computed(self, worker_id: str, key: RequestKey) -> None:

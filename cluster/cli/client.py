@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import namedtuple
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import grpc
 import typer
 
+from pdcore.api_key import key_metadata
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONNECT_S = 3.0
 MAX_MESSAGE_BYTES = 16 << 20
+API_KEY_VARIABLE = "PDSERVE_API_KEY"
 
 EXIT_FAILED = 1  # nobody answers, or the request failed
 EXIT_USAGE = 2  # the caller's mistake: a flag, a key, a parameter
@@ -20,6 +27,7 @@ EXIT_INTERRUPTED = 130
 _EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: EXIT_USAGE,
     grpc.StatusCode.NOT_FOUND: EXIT_USAGE,
+    grpc.StatusCode.UNAUTHENTICATED: EXIT_USAGE,
     grpc.StatusCode.RESOURCE_EXHAUSTED: EXIT_TRY_AGAIN,
     grpc.StatusCode.UNAVAILABLE: EXIT_TRY_AGAIN,
     grpc.StatusCode.CANCELLED: EXIT_INTERRUPTED,
@@ -27,6 +35,7 @@ _EXIT_CODES = {
 _ADVICE = {
     grpc.StatusCode.INVALID_ARGUMENT: "change the request and try again",
     grpc.StatusCode.NOT_FOUND: "leave --model out to use the one that is served",
+    grpc.StatusCode.UNAUTHENTICATED: f"give a key in ${API_KEY_VARIABLE}, or a file with one by --api-key-file",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "try again later",
     grpc.StatusCode.UNAVAILABLE: "`pdserve status` shows the workers; try again when one is ready",
     grpc.StatusCode.DEADLINE_EXCEEDED: "give more --timeout, or ask for fewer tokens",
@@ -41,9 +50,52 @@ def fail(message: str, code: int = EXIT_FAILED) -> typer.Exit:
     return typer.Exit(code)
 
 
+def read_api_key(path: Path | None) -> str:
+    """The key in a file, or in the environment; empty if there is none."""
+    source, key = f"${API_KEY_VARIABLE}", os.environ.get(API_KEY_VARIABLE, "")
+    if path is not None:
+        source = "--api-key-file"
+        try:
+            key = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise fail(f"--api-key-file: {path} cannot be read: {why}", EXIT_USAGE) from None
+        if not key.strip():
+            raise fail(f"--api-key-file: {path} is empty", EXIT_USAGE)
+    try:
+        key_metadata(key.strip())
+    except ValueError as error:
+        raise fail(f"{source}: {error}", EXIT_USAGE) from None
+    return key.strip()
+
+
+class _CallDetails(
+    namedtuple("_CallDetails", ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression")),
+    grpc.ClientCallDetails,  # type: ignore[misc]
+):
+    """As grpc wants it of interceptors."""
+
+
+class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):  # type: ignore[misc]
+    """Adds a key to each call."""
+
+    def __init__(self, api_key: str) -> None:
+        self._metadata = key_metadata(api_key)
+
+    def _intercept(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: object) -> Any:
+        fields = {name: getattr(details, name, None) for name in _CallDetails._fields}
+        fields["metadata"] = (*(details.metadata or ()), *self._metadata)
+        return continuation(_CallDetails(**fields), request)
+
+    intercept_unary_unary = intercept_unary_stream = _intercept
+
+
 @contextmanager
-def connect(address: str) -> Iterator[grpc.Channel]:
-    """A channel that is connected. Ends the command with an error within `CONNECT_S` if nobody answers."""
+def connect(address: str, api_key: str = "") -> Iterator[grpc.Channel]:
+    """A channel that is connected, and whose calls have the key, if there is one.
+
+    Ends the command with an error within `CONNECT_S` if nobody answers.
+    """
     channel = grpc.insecure_channel(
         address,
         options=(
@@ -60,7 +112,7 @@ def connect(address: str) -> Iterator[grpc.Channel]:
             f"give the address that it printed with --address HOST:PORT"
         ) from None
     try:
-        yield channel
+        yield grpc.intercept_channel(channel, _WithKey(api_key)) if api_key else channel
     finally:
         channel.close()
 

@@ -13,7 +13,15 @@ import grpc
 import typer
 from rich.console import Console
 
-from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect, fail, failed_call
+from cluster.cli.client import (
+    DEFAULT_ADDRESS,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    connect,
+    fail,
+    failed_call,
+    read_api_key,
+)
 from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
 from cluster.cli.structured import structured_output
 from cluster.timeline import Answer, samples_to_dict, timeline_tables
@@ -96,9 +104,12 @@ def generate(
         str, typer.Option(help="How the prompt's KV travels: auto or a codec; default: the cluster's setting.")
     ] = "",
     priority: Annotated[
-        Priority | None, typer.Option(help="Class of the request; default: standard.", case_sensitive=False)
+        Priority | None, typer.Option(help="Class of the request; default: the tenant's.", case_sensitive=False)
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Whose request it is, for the queue policy fair.")] = "",
+    tenant: Annotated[str, typer.Option(help="Whose request it is: limits and the queue policy fair go by it.")] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with an API key; default: $PDSERVE_API_KEY.", metavar="FILE")
+    ] = None,
     cache_salt: Annotated[str, typer.Option(help="Share cached prompts with requests of this salt only.")] = "",
     request_id: Annotated[str, typer.Option(help="Name of the request; made by the cluster if unset.")] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the whole answer may take.")] = 600.0,
@@ -176,7 +187,7 @@ def generate(
     for name, value in {**sampling, "stop_token": stop_token, "allowed_token": allowed_token}.items():
         if value is not None:
             _set_sampling(request.sampling, name, value)
-    with connect(address) as channel:
+    with connect(address, read_api_key(api_key_file)) as channel:
         answers = _stream(channel, request, address, timeout=timeout, samples=n or 1, echo=not as_json)
         texts_of = TokenTexts(channel)
         shown = [] if as_json else [table for answer in answers for table in logprob_tables(answer, texts_of)]

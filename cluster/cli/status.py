@@ -83,6 +83,8 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
         total = sum(item.count for item in reply.decisions)
         ways = ", ".join(f"{item.count / total:.0%} {item.mode} ({item.reason})" for item in reply.decisions)
         console.print(f"routes: {escape(ways)}", highlight=False)
+    for line in _classes(reply):
+        console.print(line, markup=False, highlight=False)
     workers = sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id))
     if not workers:
         console.print("no worker is registered")
@@ -95,6 +97,27 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
     for item in workers:
         for line in _sent(item.load.transfer_events):
             console.print(f"{item.worker.worker_id}: {line}", markup=False, highlight=False)
+
+
+def _classes(reply: admin_pb2.GetStatusReply) -> Iterator[str]:
+    """Classes that had requests: what became of them, and how many missed their objectives."""
+    for item in reply.classes:
+        shed = {"queue full": item.shed_full, "too late": item.shed_late, "given up": item.shed_waiting}
+        if not (item.admitted or item.waiting or any(shed.values())):
+            continue
+        causes = _in_brackets(shed)
+        missed = _in_brackets({"late": item.late, "slow": item.slow})
+        yield (
+            f"{item.name}: {item.waiting} of {item.max_queue} waiting, {item.admitted} admitted, "
+            f"{sum(shed.values())} shed{causes}, {item.finished} finished{missed}"
+        )
+    if reply.rate_limited_requests:
+        yield f"over their tenants' limits: {reply.rate_limited_requests}"
+
+
+def _in_brackets(counts: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f" ({shown})" if shown else ""
 
 
 def _state(item: admin_pb2.WorkerStatus) -> str:

@@ -115,6 +115,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         self.hook, self.refuse, self.script = hook, refuse, script
         self.step_s = step_s
         self.codecs = codecs
+        self.max_num_batched_tokens = 512
         self.sessions = 0
         self.silent = self.hung = self.draining = False
         self._max_num_seqs = max_num_seqs
@@ -188,7 +189,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             geometry=geometry_to_proto(self.geometry),
             codecs=self.codecs,
             transports=["grpc"],
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self._max_num_seqs,
         )
         await context.write(worker_pb2.SessionEvent(welcome=welcome))

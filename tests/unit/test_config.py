@@ -14,6 +14,7 @@ from cluster.config_sections import CodecChoice, PoolSection, QueueSection, Sche
 from cluster.kv_shape import kv_bytes_per_token
 from kv_transfer import frames
 from kv_transfer.codecs.registry import STANDARD
+from pdcore.classes import ClassObjective, ClassObjectives, TenantLimits
 from pdcore.config import (
     CODEC_CHOICES,
     CODEC_DTYPES,
@@ -27,7 +28,7 @@ from pdcore.config import (
 from pdcore.errors import ConfigError, ModelError
 from pdcore.memory import available_memory
 from pdcore.objective import OBJECTIVES, ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
-from pdcore.types import DTYPE_BYTES, Role
+from pdcore.types import DTYPE_BYTES, PriorityClass, Role
 
 CORES = [0, 1]
 
@@ -65,7 +66,12 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"objective": "speed"}, "objective", "speed", "'latency', 'balanced' or 'throughput'"),
         ({"queue.policy": "prioritie"}, "queue.policy", "prioritie", "did you mean priority?"),
         ({"queue.batch_share": 0.7}, "queue.batch_share", 0.7, "less than or equal to 0.5"),
-        ({"queue.tenant_weights.acme": 0}, "queue.tenant_weights", 0, "greater than 0"),
+        ({"router.tenants.acme.weight": 0}, "router.tenants.acme.weight", 0, "greater than 0"),
+        ({"router.tenants.acme.wieght": 2}, "router.tenants.acme.wieght", 2, "did you mean weight?"),
+        ({"router.tenants.acme": 2}, "router.tenants.acme", 2, "a mapping of keys"),
+        ({"router.tenants.a.default_class": "bath"}, "router.tenants.a.default_class", "bath", "did you mean batch?"),
+        ({"router.classes.batch.ttft_ms": -1}, "router.classes.batch.ttft_ms", -1, "greater than or equal to 0"),
+        ({"router.classes.batch.max_queue": 0}, "router.classes.batch.max_queue", 0, "greater than or equal to 1"),
         ({"prefill.scheduler.target_itl_ms": 9}, "prefill.scheduler.target_itl_ms", 9, "one of the keys"),
         (
             {"aggregated.scheduler.local_prefill_tokens": 9},
@@ -367,7 +373,7 @@ def test_the_queue_reaches_router_and_workers(model: Path) -> None:
             "queue.policy": "fair",
             "queue.sjf_age_tokens": 9,
             "queue.batch_share": 0.25,
-            "queue.tenant_weights": {"acme": 3},
+            "router.tenants": {"acme": {"weight": 3}},
             "decode.scheduler.target_itl_ms": 80,
             "prefill.scheduler.max_partial_prefills": 3,
             "prefill.scheduler.long_prefill_tokens": 777,
@@ -382,6 +388,33 @@ def test_the_queue_reaches_router_and_workers(model: Path) -> None:
     assert workers["prefill-0"].engine.scheduler.long_prefill_tokens == 777
     assert expected.weight("acme") == 3
     assert expected.weight("others") == 1
+
+
+def test_classes_and_tenants_reach_the_router(tmp_path: Path, model: Path) -> None:
+    text = """
+router:
+  max_queue: 7
+  api_keys_file: keys.yaml
+  classes:
+    interactive: {ttft_ms: 800, max_queue: 3}
+    batch: {itl_ms: 900}
+  tenants:
+    acme: {weight: 2, requests_per_minute: 60, tokens_per_minute: 5000, max_concurrent: 4, default_class: batch}
+    "*": {max_concurrent: 1}
+"""
+    config = load_text(tmp_path, text)
+    router = config.router_config(model_path=model, served_name="m", controller="c:1")
+    assert router.classes.interactive == ClassObjective(800.0, ClassObjectives().interactive.itl_ms, 3)
+    assert router.classes.standard == ClassObjectives().standard
+    assert router.classes.batch == ClassObjective(0.0, 900.0, None)
+    assert router.max_queue_by_class == dict(zip(PriorityClass, (3, 7, 7), strict=True))
+    assert router.tenants == (
+        TenantLimits("acme", 60, 5000, 4, PriorityClass.BATCH),
+        TenantLimits("*", max_concurrent=1),
+    )
+    assert router.queue.tenant_weights == (TenantWeight("acme", 2.0), TenantWeight("*", 1.0))
+    assert router.api_keys_file == "keys.yaml"
+    assert load_text(tmp_path, to_yaml(config)) == config
 
 
 def test_kv_memory_as_a_fraction(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

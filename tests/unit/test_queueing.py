@@ -173,6 +173,13 @@ class TestFair:
             queue.offer(prompts[entry.tenant][0][0], entry.tenant)
             assert abs(had["big"] / weight - had["small"]) <= most / min(weight, 1.0)
 
+    def test_a_tenant_without_an_entry_has_the_weight_of_the_others(self) -> None:
+        queue = Queue(QueueConfig("fair", tenant_weights=(TenantWeight("*", 2.0), TenantWeight("a", 1.0))))
+        for tenant in "aaabbbb":
+            queue.offer(10, tenant)
+        assert [queue.take().tenant for _ in range(6)] == list("abbabb")  # type: ignore[union-attr]
+        assert (queue.config.weight("a"), queue.config.weight("b")) == (1.0, 2.0)
+
     def test_who_was_idle_has_saved_nothing(self) -> None:
         queue = Queue(QueueConfig("fair"))
         for _ in range(60):

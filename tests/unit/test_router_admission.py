@@ -85,12 +85,21 @@ def test_a_refused_one_goes_back_into_its_batch() -> None:
 
 
 def test_full_means_shed_with_a_hint() -> None:
-    queue = AdmissionQueue(2)
+    queue = AdmissionQueue(2, max_by_class={PriorityClass.BATCH: 1})
     offer(queue, "a", "b")
-    shed = queue.offer("c", PriorityClass.INTERACTIVE)
-    assert isinstance(shed, Shed)
-    assert 0.5 <= shed.retry_after_s <= 30
-    assert len(queue) == 2
+    offer(queue, "c", priority=PriorityClass.BATCH)
+    for priority, max_queue in ((STANDARD, 2), (PriorityClass.BATCH, 1)):
+        shed = queue.offer("d", priority)
+        assert isinstance(shed, Shed)
+        assert 0.5 <= shed.retry_after_s <= 30
+        assert shed.max_queue == max_queue
+    offer(queue, "i", "j", priority=PriorityClass.INTERACTIVE)
+    assert isinstance(queue.offer("k", PriorityClass.INTERACTIVE), Shed)
+    assert [queue.waiting_of(priority) for priority in PriorityClass] == [2, 2, 1]
+    assert start(queue) == "i"
+    offer(queue, "k", priority=PriorityClass.INTERACTIVE)
+    assert queue.remove("c")
+    offer(queue, "d", priority=PriorityClass.BATCH)
 
 
 def test_the_hint_grows_with_the_time_between_starts() -> None:
@@ -144,6 +153,87 @@ def test_looks_past_a_bounded_number() -> None:
 
     assert queue.start_next(0.0, route_for) is None
     assert asked == ["large0", "large1", "large2", "large3"]
+
+
+class TestBatchFillsGaps:
+    def test_it_does_not_take_what_others_wait_for(self) -> None:
+        queue = AdmissionQueue(10)
+        offer(queue, "small batch", priority=PriorityClass.BATCH)
+        offer(queue, "large")
+        assert start(queue, {"small batch"}) is None
+        assert start(queue) == "large"
+        assert start(queue, {"small batch"}) == "small batch"
+
+    def test_its_share_is_its_own(self) -> None:
+        queue = AdmissionQueue(10, QueueConfig(batch_share=0.5))
+        offer(queue, "batch", priority=PriorityClass.BATCH)
+        offer(queue, "first", "large")
+        assert start(queue) == "first"
+        assert queue.batch_due
+        assert start(queue, {"batch"}) == "batch"
+        assert not queue.batch_due
+
+    def test_who_waits_out_a_delay_waits_for_no_room(self) -> None:
+        queue = AdmissionQueue(10)
+        offer(queue, "failed")
+        started = queue.start_next(0.0, lambda entry: "route")
+        assert started is not None
+        queue.put_back(started.entry, not_before=5.0)
+        offer(queue, "batch", priority=PriorityClass.BATCH)
+        assert start(queue, now=1.0) == "batch"
+
+    def test_other_policies_know_no_classes(self) -> None:
+        queue = AdmissionQueue(10, QueueConfig("fcfs"))
+        offer(queue, "large")
+        offer(queue, "batch", priority=PriorityClass.BATCH)
+        assert start(queue, {"batch"}) == "batch"
+
+
+ENTRIES = st.lists(st.tuples(st.sampled_from(PriorityClass), st.integers(1, 300), st.sampled_from("ab")), max_size=20)
+
+
+@given(st.sampled_from(["fcfs", "sjf", "priority"]), ENTRIES, st.sampled_from(PriorityClass), st.integers(1, 300))
+def test_what_is_ahead_is_what_is_started_before(
+    policy: str, entries: list[tuple[PriorityClass, int, str]], priority: PriorityClass, tokens: int
+) -> None:
+    """What is foretold for a new request, and for those that wait, against starting them all."""
+    queue = AdmissionQueue(100, QueueConfig(policy, batch_share=0.0))
+    for number, (other, size, tenant) in enumerate(entries):
+        queue.offer(str(number), other, tokens=size, tenant=tenant)
+    foretold = queue.ahead_of_new(priority, tokens=tokens, tenant="a")
+    queue.offer("new", priority, tokens=tokens, tenant="a")
+    listed = {entry.request_id: ahead for entry, ahead in queue.ahead_of_waiting()}
+    sizes = {str(number): size for number, (_, size, _) in enumerate(entries)} | {"new": tokens}
+    order = [start(queue) for _ in range(len(entries) + 1)]
+    before = 0
+    for position, name in enumerate(order):
+        assert name is not None
+        assert listed[name] == (before, position)
+        before += sizes[name]
+    assert foretold == listed["new"]
+
+
+@given(ENTRIES, st.sampled_from(["fair", "static"]))
+def test_foretelling_changes_nothing(entries: list[tuple[PriorityClass, int, str]], policy: str) -> None:
+    queues = [AdmissionQueue(100, QueueConfig(policy)) for _ in range(2)]
+    for number, (priority, size, tenant) in enumerate(entries):
+        for queue in queues:
+            queue.offer(str(number), priority, tokens=size, tenant=tenant)
+        queues[0].ahead_of_new(priority, tokens=size, tenant=tenant)
+        assert sum(1 for _ in queues[0].ahead_of_waiting()) == number + 1
+    orders = [[start(queue) for _ in range(len(entries) + 1)] for queue in queues]
+    assert orders[0] == orders[1]
+
+
+def test_the_pace_of_starts_is_known_after_some() -> None:
+    queue = AdmissionQueue(100)
+    offer(queue, *(str(number) for number in range(12)))
+    for number in range(8):
+        start(queue, now=0.5 * number)
+    assert queue.start_interval_s is None
+    start(queue, now=4.0)
+    assert queue.start_interval_s is not None
+    assert 0.1 < queue.start_interval_s < 0.5
 
 
 def test_remove() -> None:
