@@ -27,7 +27,7 @@ from router.worker_pool import WorkerPool
 REVIEW_S = 0.05
 """Those that wait are looked at again no sooner: what is expected changes with the workers' reports."""
 CAPACITY_S = 0.02
-"""So long one look at the workers serves. What is sent to them meanwhile is little: most waits in the queue."""
+"""So long one look at the workers serves, unless something is sent to them meanwhile."""
 
 
 @dataclass(slots=True)
@@ -183,6 +183,7 @@ class AdmissionControl:
     def started(self, active: ActiveRequest, worker_id: str, lacking: int) -> None:
         """A request is about to be given to the worker that computes its prompt."""
         active.expected_token = None
+        self._looked = -math.inf
         worker = self._pool.snapshot(worker_id)
         if worker is None or active.branches or active.tracker.delivered:
             return

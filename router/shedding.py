@@ -33,10 +33,10 @@ from pdcore.step_time import StepTime
 from pdcore.types import Role
 from router.snapshot import WorkerSnapshot
 
-ARRIVING = 0.9
+ARRIVING = 0.8
 """Share of its class's objective within which a request has to be expected when it comes."""
-WAITING = 1.0
-"""Share of it at which one that waits is given up."""
+WAITING = 0.95
+"""Share of it at which one that waits is given up: of those expected at the last moment half come too late."""
 CERTAIN = 1.25
 HOPELESS = 3.0
 PACE_FADE = 0.9

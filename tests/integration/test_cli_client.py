@@ -48,6 +48,7 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
     def __init__(self) -> None:
         self.address = ""
         self.requests: list[generation_pb2.GenerateRequest] = []
+        self.keys: list[str | None] = []
         self.events = [
             Event(token_ids=[7, 8], text="Because "),
             Event(token_ids=[9], text="so.", token_index=2),
@@ -62,6 +63,7 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
         self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[generation_pb2.GenerateEvent]:
         self.requests.append(request)
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         yield from self.events
         if self.error is not None:
             context.abort(*self.error)
@@ -69,6 +71,7 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
     def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.ServicerContext
     ) -> generation_pb2.DetokenizeReply:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         return generation_pb2.DetokenizeReply(text="".join(f"t{token_id}" for token_id in request.token_ids))
 
     def GetStatus(
@@ -231,6 +234,32 @@ def test_generate_json(cluster: ScriptedCluster) -> None:
     }
 
 
+def test_the_key_comes_from_a_file_or_the_environment_and_is_not_shown(
+    cluster: ScriptedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "from-the-environment")
+    path = tmp_path / "key"
+    path.write_text("from-a-file\n")
+    cluster.events = SCORED  # the command has tokens named, which is another call
+    scored = ("generate", "Why?", "--logprobs", "1", "--address", cluster.address)
+    assert Run(*scored).code == 0
+    assert Run(*scored, "--api-key-file", str(path)).code == 0
+    monkeypatch.delenv("PDSERVE_API_KEY")
+    assert Run(*scored).code == 0
+    calls = len(cluster.keys) // 3
+    assert calls > 1
+    expected = ["Bearer from-the-environment", "Bearer from-a-file", None]
+    assert cluster.keys == [key for key in expected for _ in range(calls)]
+    for text in ("", "two words", "\u00e4"):
+        path.write_text(text)
+        run = Run(*scored, "--api-key-file", str(path))
+        assert run.code == 2
+        assert "--api-key-file" in run.err
+        assert "two words" not in run.err
+    assert "cannot be read" in Run(*scored, "--api-key-file", str(tmp_path / "none")).err
+    assert len(cluster.keys) == 3 * calls
+
+
 SCORED = [
     Event(prompt_logprobs=worker_pb2.Logprobs(start=1, top=1, values=[-4.5], top_ids=[3], top_values=[-0.5])),
     Event(
@@ -329,6 +358,7 @@ def test_generate_timeline_goes_to_standard_error(cluster: ScriptedCluster) -> N
         (grpc.StatusCode.NOT_FOUND, 2, "--model"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, 75, "try again later"),
         (grpc.StatusCode.UNAVAILABLE, 75, "pdserve status"),
+        (grpc.StatusCode.UNAUTHENTICATED, 2, "--api-key-file"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, 1, "--timeout"),
         (grpc.StatusCode.INTERNAL, 1, "log"),
     ],
@@ -450,6 +480,20 @@ def test_status_shows_pools_workers_and_load(cluster: ScriptedCluster, monkeypat
         assert words in run.out, words
     assert "prefill-0: no native code: no C compiler (cc) was found" in run.out
     assert "KV transports: shm, grpc" in run.out
+
+
+def test_status_says_what_became_of_each_class() -> None:
+    reply = a_status()
+    reply.classes.add(name="interactive", waiting=1, max_queue=9, admitted=7, shed_late=2, shed_waiting=1, finished=5)
+    reply.classes[0].late = 2
+    reply.classes.add(name="standard", max_queue=9, ttft_ms=5000.0)
+    assert not any("limits" in line for line in shown_at(100, reply))
+    reply.rate_limited_requests = 4
+    lines = shown_at(100, reply)
+    expected = "1 of 9 waiting, 7 admitted, 3 shed (2 too late, 1 given up), 5 finished (2 late)"
+    assert f"interactive: {expected}" in lines
+    assert not any(line.startswith("standard") for line in lines), "nobody came"
+    assert "over their tenants' limits: 4" in lines
 
 
 def test_status_says_what_transfers_came_to() -> None:
