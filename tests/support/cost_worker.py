@@ -112,8 +112,10 @@ class CostWorker(NullWorker):
             shares = list(self._shares(self._costs.max_num_batched_tokens - len(decodes)))
             tokens = len(decodes) + sum(share for _, share in shares)
             began = loop.time()
-            # By the clock that ought to be, so that what this loop does between two steps is no part of the costs.
-            due = max(due, began - 0.005) + (self._costs.base_ms + self._costs.token_ms * tokens) / 1000
+            # By the clock that ought to be: what this loop does between two steps, and a machine that wakes it late,
+            # are made up for by the next step, as far as that takes.
+            seconds = (self._costs.base_ms + self._costs.token_ms * tokens) / 1000
+            due = max(due, began - seconds) + seconds
             await asyncio.sleep(max(0.0, due - began))
             self.steps += 1
             self._times.observe(StepShape(tokens, 0), 1000 * (loop.time() - began))
