@@ -176,7 +176,7 @@ class AdmissionControl:
 
     @property
     def itl_ms(self) -> float:
-        """The shortest time between two tokens that is aimed at, of classes with requests that have not ended; 0: none."""
+        """The shortest time between two tokens that is aimed at, of the classes that have requests here; 0: none."""
         objectives = (self._classes.of(priority).itl_ms for priority, count in self._open.items() if count)
         return min((itl_ms for itl_ms in objectives if itl_ms), default=0.0)
 

@@ -22,9 +22,7 @@ def closed_to_batch(
     """The workers that a batch request is kept from; none of those that only compute prompts."""
     generating = (worker for worker in workers if worker.role is not Role.PREFILL)
     return frozenset(
-        worker.worker_id
-        for worker in generating
-        if _next_step_ms(worker, prompt_tokens) > _bound_ms(worker, classes)
+        worker.worker_id for worker in generating if _next_step_ms(worker, prompt_tokens) > _bound_ms(worker, classes)
     )
 
 

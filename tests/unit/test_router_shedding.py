@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdcore.classes import ClassObjective, ClassObjectives
 from pdcore.step_time import MIN_STEPS, StepTime
 from pdcore.types import PriorityClass, Role, WorkerLoad
-from router.gaps import open_to_batch
+from router.gaps import closed_to_batch
 from router.shedding import (
     ARRIVING,
     CERTAIN,
@@ -106,6 +106,12 @@ class TestForecast:
         longest_step = 100.0 * max(slow for _, slow in lanes)
         assert abs(wait_ms(100 * steps, *workers) - min(free)) <= longest_step + 1e-6
 
+    def test_the_pace_of_starts_counts_if_it_is_better_than_what_step_times_say(self) -> None:
+        busy = [worker("a", queued=100), worker("b", queued=500)]
+        asked, ahead = Asked(100, 100), Ahead(10_000, 3)
+        assert forecast(asked, ahead, capacity(*busy, start_ms=50.0)).wait_ms == pytest.approx(100 + 3 * 50)
+        assert forecast(asked, ahead, capacity(*busy, start_ms=10**6)).wait_ms == wait_ms(10_000, *busy)
+
     def test_places_that_must_come_free_are_waited_for(self) -> None:
         decode = worker("d", Role.DECODE, running=8)
         full = capacity(worker(), decode, start_ms=400.0)
@@ -159,9 +165,10 @@ class TestVerdict:
         assert overdue is not None
         assert overdue.retry_after_s == 0, "one that came now would have time"
 
-    def test_a_prompt_that_takes_longer_than_the_objective_may_wait_as_long_as_it_takes(self) -> None:
-        assert verdict(ASKED, Forecast(2000, 3000)) is None
+    def test_a_prompt_that_takes_longer_than_the_objective_may_wait_about_as_long(self) -> None:
+        assert verdict(ASKED, Forecast(ARRIVING * 6000 - 3000, 3000)) is None
         assert verdict(ASKED, Forecast(3000, 3000)) is not None
+        assert verdict(replace(ASKED, waited_ms=0.0), Forecast(2600, 3000)) is None
 
     def test_without_an_objective_only_the_client_counts(self) -> None:
         batch = replace(ASKED, objective_ms=0.0)
@@ -258,7 +265,9 @@ class TestGaps:
     )
 
     def names(self, *workers: WorkerSnapshot) -> list[str]:
-        return [w.worker_id for w in open_to_batch(workers, 100, self.CLASSES)]
+        """Of those that are open to a batch request."""
+        closed = closed_to_batch(workers, 100, self.CLASSES)
+        return [worker.worker_id for worker in workers if worker.worker_id not in closed]
 
     def test_batch_goes_where_the_pace_of_the_others_stays(self) -> None:
         few = worker("few", Role.DECODE, running=2, by_class=(1, 0, 1))
@@ -277,7 +286,7 @@ class TestGaps:
         dear = replace(STEADY, attended_ms=0.01)
         workers = [worker("d", Role.DECODE, step_time=dear, running=1, by_class=(1, 0, 0))]
         assert self.names(*workers) == []
-        assert open_to_batch(workers, 10, replace(self.CLASSES, interactive=ClassObjective())) == workers
+        assert not closed_to_batch(workers, 10, replace(self.CLASSES, interactive=ClassObjective()))
 
     def test_prefill_workers_and_unknown_ones_are_open(self) -> None:
         prefill = worker("p", running=9, by_class=(9, 0, 0))
