@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
 from pdcore.errors import Overloaded, RateLimited
-from pdcore.types import PriorityClass, Role
+from pdcore.types import PriorityClass
 from router import effects as effects_of
 from router.active import ActiveRequest
 from router.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, AdmissionQueue, QueueEntry, Shed
 from router.gaps import closed_to_batch
 from router.limits import Charge, TenantBook
 from router.shedding import Ahead, Asked, Capacity, Overdue, Pace, capacity_of, forecast, on_worker, verdict
+from router.snapshot import generating
 from router.validation import GenerationRequest
 from router.worker_pool import WorkerPool
 
@@ -171,8 +172,7 @@ class AdmissionControl:
             return frozenset()
         workers = self._pool.fleet().rows
         closed = closed_to_batch(workers, active.tracker.prompt_tokens, self._classes)
-        generating = (worker.worker_id for worker in workers if worker.role is not Role.PREFILL)
-        return None if closed and closed.issuperset(generating) else closed
+        return None if closed and closed.issuperset(worker.worker_id for worker in generating(workers)) else closed
 
     @property
     def itl_ms(self) -> float:

@@ -12,17 +12,18 @@ from collections.abc import Iterable
 
 from pdcore.classes import ClassObjectives
 from pdcore.step_time import StepShape
-from pdcore.types import PriorityClass, Role
-from router.snapshot import WorkerSnapshot
+from pdcore.types import PriorityClass
+from router.snapshot import WorkerSnapshot, generating
 
 
 def closed_to_batch(
     workers: Iterable[WorkerSnapshot], prompt_tokens: int, classes: ClassObjectives
 ) -> frozenset[str]:
     """The workers that a batch request is kept from; none of those that only compute prompts."""
-    generating = (worker for worker in workers if worker.role is not Role.PREFILL)
     return frozenset(
-        worker.worker_id for worker in generating if _next_step_ms(worker, prompt_tokens) > _bound_ms(worker, classes)
+        worker.worker_id
+        for worker in generating(workers)
+        if _next_step_ms(worker, prompt_tokens) > _bound_ms(worker, classes)
     )
 
 

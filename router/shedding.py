@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from pdcore.step_time import StepTime
 from pdcore.types import Role
-from router.snapshot import WorkerSnapshot
+from router.snapshot import WorkerSnapshot, generating
 
 ARRIVING = 0.8
 """Share of its class's objective within which a request has to be expected when it comes."""
@@ -143,9 +143,7 @@ def computing(workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
     roles = {worker.role for worker in workers}
     if {Role.PREFILL, Role.DECODE} <= roles:
         return [worker for worker in workers if worker.role is not Role.DECODE]
-    if Role.AGGREGATED in roles:
-        return [worker for worker in workers if worker.role is Role.AGGREGATED]
-    return [worker for worker in workers if worker.role is Role.DECODE]
+    return [worker for worker in workers if worker.role is Role.AGGREGATED] or workers
 
 
 def capacity_of(workers: Sequence[WorkerSnapshot], start_ms: float | None, pace: float) -> Capacity | None:
@@ -165,8 +163,7 @@ def capacity_of(workers: Sequence[WorkerSnapshot], start_ms: float | None, pace:
         ),
         places=tuple(
             Places(worker.max_requests - worker.requests, worker.free_blocks, worker.block_size, worker.requests == 0)
-            for worker in workers
-            if worker.role is not Role.PREFILL
+            for worker in generating(workers)
         ),
         start_ms=start_ms,
         pace=pace,

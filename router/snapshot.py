@@ -6,6 +6,7 @@ does not pile up on one worker.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdcore.types import Role, WorkerLoad
@@ -79,3 +80,9 @@ class WorkerSnapshot:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+
+def generating(workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
+    """Those on which tokens are generated: prefill workers only if there is nobody else."""
+    workers = list(workers)
+    return [worker for worker in workers if worker.role is not Role.PREFILL] or workers

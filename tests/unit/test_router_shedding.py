@@ -132,6 +132,7 @@ class TestForecast:
         assert computing([decode, whole]) == [whole]
         assert computing([decode]) == [decode]
         assert computing([prefill, whole]) == [whole], "nobody takes what the prefill worker computes"
+        assert computing([prefill]) == [prefill], "in need it runs requests as a whole"
 
     def test_nothing_is_foretold_before_anything_is_known(self) -> None:
         assert capacity_of([worker(step_time=StepTime()), worker("d", Role.DECODE)], None, 1.0) is None
@@ -292,6 +293,7 @@ class TestGaps:
         prefill = worker("p", running=9, by_class=(9, 0, 0))
         unknown = worker("new", Role.AGGREGATED, running=7, by_class=(7, 0, 0), step_time=StepTime())
         assert self.names(prefill, unknown) == ["p", "new"]
+        assert self.names(prefill) == [], "in need it generates, too"
 
 
 def test_classes_by_their_names() -> None:
