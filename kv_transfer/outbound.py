@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kv_transfer.choosing import Chosen, Forecast
 from kv_transfer.codecs.base import Codec
 from kv_transfer.frames import FrameLimits
-from kv_transfer.lane_board import LaneBoard, OutboundLane
+from kv_transfer.lane_board import FrameName, LaneBoard, OutboundLane
 from kv_transfer.manifest import TicketRef
 from kv_transfer.negotiation import LeftOut
 from kv_transfer.session import FrameTask, SendFailure, SendSession
@@ -28,6 +28,7 @@ class Peer:
         opened_at: clock reading when the link was made. heard_at: at its last reply.
         window: credit when nothing is under way, as the receiver's welcome says; 0 before it.
         credit: frame bytes that may be sent now.
+        unanswered: the frames that were sent and not answered, the oldest first: each one's bytes, and when it was.
         sends: the sends under way, by their ticket.
         board: the lanes beside the stream. left_out: the transports that cannot be used, and why.
     """
@@ -39,6 +40,7 @@ class Peer:
     link: PushLink | None = None
     window: int = 0
     credit: int = 0
+    unanswered: dict[FrameName, tuple[int, float]] = field(default_factory=dict)
     sends: dict[TicketRef, Send] = field(default_factory=dict)
     board: LaneBoard = field(default_factory=LaneBoard)
     left_out: tuple[LeftOut, ...] = ()

@@ -28,9 +28,8 @@ from kv_transfer.messages import (
 from kv_transfer.negotiation import COLLECTIVE, GRPC, Offer
 from kv_transfer.outbound import FrameTurn, Peer, Send, SenderCounters
 from kv_transfer.session import Acked, CommitConfirmed, Disconnected, Nacked, Refused, SendEvent
-from kv_transfer.transport import PushLink
+from kv_transfer.transport import OpenLink, PushLink
 from kv_transfer.transports.catalog import SendLanes
-from kv_transfer.transports.grpc_push import GrpcPushLink
 from pdcore.clock import Clock
 from pdcore.config import TransferConfig
 from pdcore.errors import HandshakeRefused
@@ -49,6 +48,7 @@ class PeerTable:
         config, clock, counters, lanes, chooser: the sender's.
         changed: the sender's lock; notified when there may be something new to do.
         on_event: feeds a send's state machine; called under the lock.
+        open_link: makes the streams.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class PeerTable:
         chooser: CodecChooser,
         changed: threading.Condition,
         on_event: Callable[[Send, SendEvent], None],
+        open_link: OpenLink,
     ) -> None:
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -77,6 +78,7 @@ class PeerTable:
         self._chooser = chooser
         self._changed = changed
         self._on_event = on_event
+        self._open_link = open_link
         self._closing = False
         self._peers: dict[tuple[str, str], Peer] = {}
 
@@ -91,7 +93,7 @@ class PeerTable:
             peer = Peer(*name, opened_at=now, heard_at=now)
             self._peers[name] = peer
             self._counters.links += 1
-            peer.link = GrpcPushLink(
+            peer.link = self._open_link(
                 peer.address,
                 hello(self._worker_id, self._incarnation, peer.incarnation, self._geometry, self._offer),
                 _PeerListener(self, peer),
@@ -145,6 +147,15 @@ class PeerTable:
                     self.drop(peer, f"the receiver does not close lane {lane.number} within {bound} s", refused=False)
                     break
                 self._give_up(peer, lane, f"no answer for {bound} s")
+            self._drop_if_unanswered(peer, now)
+
+    def _drop_if_unanswered(self, peer: Peer, now: float) -> None:
+        """Every frame is answered, long after its send has failed if need be: a stream on which one is not has lost
+        it or its answer, and would lack its credit for ever."""
+        bound = 2 * self._config.send_timeout_s
+        name, (_, sent_at) = next(iter(peer.unanswered.items()), (None, (0, now)))
+        if name is not None and now - sent_at >= bound:
+            self.drop(peer, f"frame {name.frame_index} of a ticket is not answered within {bound} s", refused=False)
 
     def start_closing(self) -> None:
         """From now on no send is moved to a new stream, and no lane is opened."""
@@ -184,6 +195,7 @@ class PeerTable:
             message = LaneFrame(ref, task.frame_index, task.attempt, len(frame), lane.number, lane.sequence, 0)
             peer.board.sent(lane, FrameName(ref, task.frame_index), loaded, self._clock.now())
             lane.lane.post(loaded, message, peer.link.post_lane)
+        peer.unanswered[FrameName(ref, task.frame_index)] = len(frame), self._clock.now()
         counters = self._counters.lane(transport)
         counters.frames += 1
         counters.frame_bytes += len(frame)
@@ -271,8 +283,8 @@ class PeerTable:
 
     def _closed(self, peer: Peer, lane: OutboundLane) -> None:
         """A lane is gone. The receiver has not heard of the frames that it has not answered."""
-        for name, frame in peer.board.closed(lane).items():
-            self._credit(peer, frame.loaded.total)
+        for name in peer.board.closed(lane):
+            self._credit(peer, name)
             self._chooser.link(peer.address, lane.transport).lost(name.ref, name.frame_index)
             self._peer_event(peer, name.ref, Nacked(name.frame_index, True, "lost with its lane"))
             self._counters.lane(lane.transport).moved_frames += 1
@@ -287,13 +299,13 @@ class PeerTable:
             match reply:
                 case Welcome():
                     self._welcomed(peer, reply)
-                case FrameAck(ref, frame_index, credit_bytes, held_s, work_s):
-                    transport = self._answered(peer, ref, frame_index, credit_bytes, nacked=False)
+                case FrameAck(ref, frame_index, _, held_s, work_s):
+                    transport = self._answered(peer, ref, frame_index, nacked=False)
                     link = self._chooser.link(peer.address, transport)
                     link.answered(ref, frame_index, held_s, work_s, peer.heard_at)
                     self._peer_event(peer, ref, Acked(frame_index))
-                case FrameNack(ref, frame_index, credit_bytes, retryable, reason):
-                    transport = self._answered(peer, ref, frame_index, credit_bytes, nacked=True)
+                case FrameNack(ref, frame_index, _, retryable, reason):
+                    transport = self._answered(peer, ref, frame_index, nacked=True)
                     self._chooser.link(peer.address, transport).lost(ref, frame_index)
                     self._peer_event(peer, ref, Nacked(frame_index, retryable, reason))
                 case Committed(ref):
@@ -317,6 +329,8 @@ class PeerTable:
             accepted.lane.accepted(reply.how)  # it may tell at once how that went
 
     def _welcomed(self, peer: Peer, reply: Welcome) -> None:
+        if peer.window:
+            return  # a second one would give credit and lanes anew that are in use
         try:
             check_welcome(reply, peer.incarnation, self._geometry, self._offer.transports)
         except HandshakeRefused as error:
@@ -330,10 +344,11 @@ class PeerTable:
         for left_out in peer.left_out:
             logger.info("no %s to %s: %s", left_out.transport, peer.address, left_out.reason)
 
-    def _answered(self, peer: Peer, ref: TicketRef, frame_index: int, credit_bytes: int, nacked: bool) -> str:
+    def _answered(self, peer: Peer, ref: TicketRef, frame_index: int, nacked: bool) -> str:
         """A frame is answered; returns the transport that it went by."""
-        self._credit(peer, credit_bytes)
-        answered = peer.board.answered(FrameName(ref, frame_index), self._clock.now())
+        name = FrameName(ref, frame_index)
+        self._credit(peer, name)
+        answered = peer.board.answered(name, self._clock.now())
         if answered is None:
             return GRPC
         lane, loaded = answered
@@ -341,10 +356,12 @@ class PeerTable:
         self._counters.lane(lane.transport).moved_frames += nacked and lane.state is LaneState.CLOSING
         return lane.transport
 
-    def _credit(self, peer: Peer, credit_bytes: int) -> None:
-        peer.credit += credit_bytes
+    def _credit(self, peer: Peer, name: FrameName) -> None:
+        """A frame's credit is ours again; once, however often it is answered."""
+        size, _ = peer.unanswered.pop(name, (0, 0.0))
+        peer.credit += size
         if peer.link is not None:
-            self._counters.unacked_bytes -= credit_bytes
+            self._counters.unacked_bytes -= size
 
     def _peer_event(self, peer: Peer, ref: TicketRef, event: SendEvent) -> None:
         send = peer.sends.get(ref)

@@ -51,8 +51,9 @@ from kv_transfer.session import (
 )
 from kv_transfer.site import local_offer
 from kv_transfer.threads import CrashGuard, check_cores, pin_thread
-from kv_transfer.transport import KvStore, SendOutcome
+from kv_transfer.transport import KvStore, OpenLink, SendOutcome
 from kv_transfer.transports.catalog import SendLanes
+from kv_transfer.transports.grpc_push import GrpcPushLink
 from pdcore.clock import Clock
 from pdcore.config import TransferConfig
 from pdcore.costs import CodecCost
@@ -83,6 +84,7 @@ class KvSender:
         device: where the cache lives, as torch names it.
         on_crash: told, once, that the pump has died of an error: nothing is sent any more, and no `on_done` follows.
             Called from the pump; must not block. None: it is only logged.
+        open_link: makes the streams; tests put one here that loses messages.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class KvSender:
         costs: Mapping[str, CodecCost] | None = None,
         device: str = "cpu",
         on_crash: Callable[[BaseException], None] | None = None,
+        open_link: OpenLink = GrpcPushLink,
     ) -> None:
         check_cores("transfer.cpu_affinity", config.cpu_affinity)
         self._store = store
@@ -130,6 +133,7 @@ class KvSender:
             chooser=self._chooser,
             changed=self._changed,
             on_event=self._event,
+            open_link=open_link,
         )
         self._pump = threading.Thread(target=CrashGuard(on_crash).run, args=(self._run,), name="kv-send", daemon=True)
         self._pump.start()

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from kv_transfer.manifest import Manifest, TicketRef
-from kv_transfer.messages import LaneClose, LaneFrame, LaneOpen, PushMessage, PushReply
+from kv_transfer.messages import Hello, LaneClose, LaneFrame, LaneOpen, PushMessage, PushReply
 from pdcore.errors import TransferError
 from pdcore.types import KvGeometry, KvTransferStats, RequestKey
 
@@ -128,6 +128,22 @@ class LinkListener(Protocol):
 
     def on_closed(self, reason: str, refused: bool) -> None:
         """The stream is gone; called once, last. `refused`: the receiver will not have it, trying again is no use."""
+        ...
+
+
+class OpenLink(Protocol):
+    """How a transport makes a `PushLink`."""
+
+    def __call__(
+        self, address: str, hello: Hello, listener: LinkListener, *, message_bytes: int, cores: tuple[int, ...] = ()
+    ) -> PushLink:
+        """Open a stream to a receiver; returns at once.
+
+        Args:
+            address: ``host:port`` of the receiver's worker. hello: sent first.
+            listener: hears replies and the end.
+            message_bytes: payload of one message, about. cores: affinity of the link's own thread; empty: any.
+        """
         ...
 
 

@@ -9,6 +9,8 @@ from engine.loader import load_runner
 from engine.step import ModelRunner
 from kv_transfer.codec_speed import quick_costs
 from kv_transfer.sender import KvSender
+from kv_transfer.transport import OpenLink
+from kv_transfer.transports.grpc_push import GrpcPushLink
 from pdcore.config import WorkerConfig
 from pdcore.types import Role
 from prefill_worker.handler import PrefillHandler
@@ -17,15 +19,21 @@ from worker.runtime import WorkerRuntime, check_role
 
 
 class PrefillWorker:
-    """Computes prompts and pushes their KV. See `worker.runtime.WorkerRuntime` for its life."""
+    """Computes prompts and pushes their KV. See `worker.runtime.WorkerRuntime` for its life.
+
+    Args:
+        make_runner: builds the model runner. open_link: makes the streams that KV goes by. Tests put others here.
+    """
 
     def __init__(
         self,
         config: WorkerConfig,
         make_runner: Callable[[WorkerConfig], ModelRunner] = lambda config: load_runner(config.engine),
+        open_link: OpenLink = GrpcPushLink,
     ) -> None:
         check_role(config, Role.PREFILL)
         self.config = config
+        self._open_link = open_link
         self.runtime = WorkerRuntime(config, make_handler=self._make_handler, make_runner=make_runner)
         self.incarnation = self.runtime.incarnation
         self.failed: threading.Event = self.runtime.failed
@@ -43,6 +51,7 @@ class PrefillWorker:
             clock=runtime.clock,
             faults=runtime.faults,
             on_crash=runtime.crashed,
+            open_link=self._open_link,
         )
         return PrefillHandler(runtime.engine, sender, runtime.hub, runtime.faults, runtime.loop.wake)
 

@@ -20,7 +20,8 @@ from kv_transfer.lanes import ExpectedFrame
 from kv_transfer.manifest import TicketRef
 from kv_transfer.receiver import KvReceiver
 from kv_transfer.sender import KvSender
-from kv_transfer.transport import SendOutcome
+from kv_transfer.transport import OpenLink, SendOutcome
+from kv_transfer.transports.grpc_push import GrpcPushLink
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import TransferConfig
 from pdcore.faults import FaultPoints
@@ -161,6 +162,7 @@ class Pair:
         port: int = 0,
         clock: Clock | None = None,
         change: Callable[[kv_pb2.PushMessage], Iterator[kv_pb2.PushMessage]] | None = None,
+        open_link: OpenLink = GrpcPushLink,
     ) -> None:
         self.config = config
         self.source = MemoryKvStore(source)
@@ -180,6 +182,7 @@ class Pair:
             clock=self.clock,
             faults=FaultPoints(),
             on_crash=self.crashes.append,
+            open_link=open_link,
         )
 
     def _serve(
