@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -48,15 +48,23 @@ class LocalCluster:
 
     Args:
         forked: fork the workers from a process that has imported everything; see `forked_worker`.
+        modules: what workers of a role run instead of its own module.
     """
 
     def __init__(
-        self, model: Path, folder: Path, configs: list[WorkerConfig], forked: bool = False, **router: object
+        self,
+        model: Path,
+        folder: Path,
+        configs: list[WorkerConfig],
+        forked: bool = False,
+        modules: Mapping[Role, str] | None = None,
+        **router: object,
     ) -> None:
         self.model = model
         self.folder = folder
         self._configs = configs
         self._forked = forked
+        self._modules = modules or {}
         self._router_options = router
         self.workers: dict[str, WorkerProcess] = {}
 
@@ -66,7 +74,10 @@ class LocalCluster:
         self._loop.run(self.membership.start())
         for config in self._configs:
             self.workers[config.worker_id] = WorkerProcess(
-                replace(config, controller=self.membership.address), self.folder, forked=self._forked
+                replace(config, controller=self.membership.address),
+                self.folder,
+                forked=self._forked,
+                module=self._modules.get(config.role, ""),
             )
         try:
             for worker in self.workers.values():

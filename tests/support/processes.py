@@ -69,10 +69,12 @@ class WorkerProcess:
     Args:
         folder: where its configuration and its log go.
         forked: start it from a process that has imported everything; see `forked_worker`.
+        module: run this one instead of the role's.
     """
 
-    def __init__(self, config: WorkerConfig, folder: Path, forked: bool = False) -> None:
+    def __init__(self, config: WorkerConfig, folder: Path, forked: bool = False, module: str = "") -> None:
         self.config = config
+        self._module = module or _MODULE[config.role]
         self._folder = folder
         self._forked = forked
         self._process: subprocess.Popen[str] | ForkedWorker | None = None
@@ -91,11 +93,11 @@ class WorkerProcess:
         path = self._folder / f"{self.config.worker_id}.json"
         path.write_text(to_json(self.config))
         if self._forked:
-            self._process = ForkedWorker(_MODULE[self.config.role], [str(path)], self.log)
+            self._process = ForkedWorker(self._module, [str(path)], self.log)
             return
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _RUN_MODULE, _MODULE[self.config.role], str(path)],
+                [sys.executable, "-c", _RUN_MODULE, self._module, str(path)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
