@@ -136,7 +136,7 @@ def _disturbances(
             # A freeze is a hiccup, or longer than silence may last before it counts as death.
             length = {
                 Verb.KILL: generator.uniform(0.0, 1.5),
-                Verb.FREEZE: generator.choice((generator.uniform(0.05, 1.0), generator.uniform(2.5, 6.0))),
+                Verb.FREEZE: generator.choice((generator.uniform(0.05, 1.0), generator.uniform(3.0, 6.0))),
                 Verb.RESTART: 0.0,
             }[verb]
             found.append(Disturbance(at, verb, worker, length))
