@@ -25,7 +25,7 @@ _POLL_S = 0.02
 _MEASURE_S = 0.5
 _SETTLED_S = 10.0  # after a process is ready: then it has done most things once
 _AFTERMATH_S = 15.0  # after a decode worker was disturbed the router may be without one as long, on a busy machine
-_MARGIN_S = 0.25  # between two looks
+_MARGIN_S = 0.25  # between a refusal and the router's word of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,6 @@ class Operator:
         gate: the file that lets KV messages meet with faults while it exists.
 
     Attributes:
-        outages: from and to, on the monotonic clock: when the router had no decode worker, for what is done here.
         restarts: of workers, by why. lives: of processes. problems: what should not have happened.
     """
 
@@ -88,10 +87,9 @@ class Operator:
         self._end = threading.Event()
         self._measured_at = 0.0
         self._decode = {worker.config.worker_id for worker in cluster.of_role(Role.DECODE)}
-        self._decode_busy_at = -math.inf
-        self._serving = True  # the router, by its own word: it has a decode worker
+        self._disturbed: list[float] = []  # when something was done to a decode worker, or was over
+        self._silences: list[list[float]] = []  # of the router: from, to
         self._channel = grpc.insecure_channel(cluster.address)
-        self.outages: list[tuple[float, float]] = []
         self.restarts: dict[str, int] = {}
         self.problems: list[str] = []
         self.lives = [ProcessLife("router and clients", psutil.Process().pid, time.monotonic())]
@@ -158,10 +156,6 @@ class Operator:
                     # Whatever made it end, an operator's supervisor starts it again; but nothing should have.
                     self.problems.append(f"{worker.config.worker_id} ended by itself, see {worker.log}")
                     self._start(worker, "ended by itself")
-            if self._decode & self._busy:
-                self._decode_busy_at = now
-            if not self._serving and now - self._decode_busy_at < _AFTERMATH_S:
-                self._note_outage(now)
             if now - self._measured_at >= _MEASURE_S:
                 self._measured_at = now
                 living = self.alive()
@@ -170,18 +164,30 @@ class Operator:
                         life.sizes.append(size)
 
     def _watch_health(self) -> None:
+        """Follow what the router says of itself: it serves while it has a decode worker."""
         watch = health_pb2_grpc.HealthStub(self._channel).Watch(health_pb2.HealthCheckRequest())
         try:
             for reply in watch:
-                self._serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+                now = time.monotonic()
+                if reply.status != health_pb2.HealthCheckResponse.SERVING:
+                    self._silences.append([now - _MARGIN_S, math.inf])
+                elif self._silences:
+                    self._silences[-1][1] = min(self._silences[-1][1], now + _MARGIN_S)
         except (grpc.RpcError, ValueError):
             pass  # the channel is closed: this run is over
 
-    def _note_outage(self, now: float) -> None:
-        if self.outages and now - self.outages[-1][1] < 1.0:
-            self.outages[-1] = (self.outages[-1][0], now + _MARGIN_S)
-        else:
-            self.outages.append((now - _MARGIN_S, now + _MARGIN_S))
+    @property
+    def outages(self) -> list[tuple[float, float]]:
+        """From and to, on the monotonic clock: when the router had no decode worker, for what was done here."""
+        return [
+            (start, stop)
+            for start, stop in self._silences
+            if any(start - _AFTERMATH_S < at < stop for at in self._disturbed)
+        ]
+
+    def _note_disturbed(self, worker_id: str) -> None:
+        if worker_id in self._decode:
+            self._disturbed.append(time.monotonic())
 
     def _do(self, what: Disturbance) -> None:
         now = time.monotonic()
@@ -193,6 +199,7 @@ class Operator:
         if what.worker in self._busy or not worker.running:
             return  # it takes longer to come back than was planned
         self._busy.add(what.worker)
+        self._note_disturbed(what.worker)
         if what.verb is Verb.KILL:
             worker.kill()
             self._at(now + what.seconds, lambda: self._start(worker, "killed"))
@@ -208,6 +215,7 @@ class Operator:
         worker.signal(signal.SIGCONT)
         self._frozen.discard(worker.config.worker_id)
         self._busy.discard(worker.config.worker_id)
+        self._note_disturbed(worker.config.worker_id)
 
     def _start_when_ended(self, worker: WorkerProcess) -> None:
         if worker.running:
@@ -230,6 +238,7 @@ class Operator:
             except AssertionError as error:
                 self.problems.append(str(error))
             self._busy.discard(worker_id)
+            self._note_disturbed(worker_id)
 
         self._starting[worker_id] = threading.Thread(target=wait, name=f"chaos-start {worker_id}", daemon=True)
         self._starting[worker_id].start()
