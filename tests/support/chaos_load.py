@@ -142,7 +142,7 @@ class Judge:
 
     Args:
         expected: by case name, each sample in full. model: computes the margins at divergences.
-        outages: from and to, on the monotonic clock: when the router had no decode worker.
+        outages: from and to, on the monotonic clock: when the router did not serve.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Judge:
         - every client may finish, with the whole answer;
         - one with a deadline may get `DeadlineExceeded` instead, and one that cancels an end that says so;
         - one that leaves hears no end;
-        - one that came when the router had no decode worker may be refused by `Unavailable`, before its first token;
+        - one that came when the router did not serve may be refused by `Unavailable`, before its first token;
         - no other error is right: the run allows as many replays as it can cause, and its queue holds all requests.
         """
         problems = list(seen.broken)

@@ -164,7 +164,7 @@ class Operator:
                         life.sizes.append(size)
 
     def _watch_health(self) -> None:
-        """Follow what the router says of itself: it serves while it has a decode worker."""
+        """Follow what the router says of itself: it serves while it has a worker that can run a request."""
         watch = health_pb2_grpc.HealthStub(self._channel).Watch(health_pb2.HealthCheckRequest())
         try:
             for reply in watch:
@@ -178,7 +178,7 @@ class Operator:
 
     @property
     def outages(self) -> list[tuple[float, float]]:
-        """From and to, on the monotonic clock: when the router had no decode worker, for what was done here."""
+        """From and to, on the monotonic clock: when the router did not serve, for what was done to decode workers."""
         return [
             (start, stop)
             for start, stop in self._silences
