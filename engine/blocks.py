@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -120,9 +120,20 @@ class BlockManager:
         """Whether the block has one owner and is not cached, so that its owner may write it."""
         return self._refs[block] == 1 and block not in self.cache
 
-    def shared(self, owner: Owner) -> int:
-        """How many of the owner's blocks have other owners too, and would not come free with this one."""
-        return sum(self._refs[block] - (block in self.cache) > 1 for block in self._owned.get(owner, ()))
+    def holders(self, block: int) -> int:
+        """How many owners the block has."""
+        return self._refs[block] - (block in self.cache)
+
+    def shared(self, owner: Owner, wanted: Container[int] = ()) -> tuple[int, ...]:
+        """The owner's blocks that have other owners too, so that they would not come free with this one alone, or
+        that are among the `wanted`."""
+        blocks = self._owned.get(owner, ())
+        return tuple(block for block in blocks if self.holders(block) > 1 or block in wanted)
+
+    def freed_by(self, owners: Iterable[Owner]) -> int:
+        """How many blocks come free if all of these owners give theirs up."""
+        uses = Counter(block for owner in owners for block in self._owned.get(owner, ()))
+        return sum(count == self.holders(block) for block, count in uses.items())
 
     def shared_front(self, owner: Owner) -> int:
         """How many of the owner's blocks, from the front, are cached and have other owners too."""
@@ -136,9 +147,9 @@ class BlockManager:
         """How many of a ticket's blocks were allocated to it; it shares the others."""
         return len(self._owned.get(owner, ())) - self._shared_fronts.get(owner, 0)
 
-    def used(self, blocks: Sequence[int]) -> int:
-        """How many of these cached blocks have an owner."""
-        return sum(self._refs[block] > 1 for block in blocks)
+    def used(self, blocks: Sequence[int]) -> list[int]:
+        """Those of these cached blocks that have an owner."""
+        return [block for block in blocks if self._refs[block] > 1]
 
     def allocate(self, owner: Owner, count: int) -> list[int]:
         """Give `count` free blocks to `owner`, behind those it has. There must be that many."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -229,12 +230,12 @@ class Engine:
             raise TicketError(f"ticket {owner} is already open")
         cached = self._blocks.cache.blocks(ticket.hashes, hits)
         fresh = self._blocks.blocks_for(num_tokens + 1) - hits + len(ticket.outputs) - 1
-        idle = hits - self._blocks.used(cached)
+        idle = hits - len(self._blocks.used(cached))
         snapshot = self._snapshot()
         # Claims go before all other tickets, those of interactive requests among themselves in order.
         name = ticket.claimant if self._scheduler_config.queue.policy == "priority" else ""
         ahead = self._claims.ahead(name)
-        claimed = min(ahead.blocks, standing_claim(snapshot, self._scheduler_config))
+        claimed = standing_claim(snapshot, self._scheduler_config, ahead.claims)
         refusal = ticket_refusal(
             snapshot, fresh, self._max_reserved, idle, claimed_blocks=claimed, claimed_share=ahead.share
         )
@@ -243,7 +244,9 @@ class Engine:
             self._wanted_blocks = max(self._wanted_blocks, ticket_lacks(snapshot, fresh, idle))
             if name:
                 full = tickets_are_full(snapshot, fresh + ahead.share, self._max_reserved)
-                self._claims.make(name, fresh + idle, self._clock.now(), memory=not full)
+                names = ticket.hashes[:hits]
+                now = self._clock.now()
+                self._claims.make(name, fresh + hits, now, memory=not full, fresh=fresh, names=names)
             return None
         if name:
             self._claims.drop(name)
@@ -527,7 +530,7 @@ class Engine:
                 swap_used_bytes=self._swap.used_bytes,
                 step_time=self._log.step_time,
                 yielding_requests=len(yielding),
-                yielding_blocks=sum(s.num_blocks - self._blocks.shared(Owner.sequence(s.key)) for s in yielding),
+                yielding_blocks=self._blocks.freed_by(Owner.sequence(sequence.key) for sequence in yielding),
             )
 
     def last_steps(self, count: int) -> tuple[StepRecord, ...]:
@@ -733,8 +736,13 @@ class Engine:
             terms=self._swap.terms(),
             swap_room=self._swap.room,
             wanted_blocks=self._wanted_blocks,
-            claims=self._claims.blocks(now),
+            claims=self._claims.views(now, self._used),
         )
+
+    def _used(self, names: Seq[bytes]) -> list[int]:
+        """Blocks of these names, from the front, as far as the prefix cache has them, that somebody uses."""
+        cache = self._blocks.cache
+        return self._blocks.used(cache.blocks(names, cache.match(names, len(names), len(names))))
 
     def _publish(self, sequence: Sequence) -> None:
         """Put the blocks that have become full since the last time into the prefix cache, if they are fit for it."""

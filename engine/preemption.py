@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.releases import Releases
 from pdcore.config import PREEMPT_BY_RECOMPUTE, PREEMPT_BY_SWAP
 from pdcore.types import PriorityClass
 
@@ -161,23 +162,25 @@ class Shortage:
         self._yielding = yielding
         self._by_class = by_class
         self._room = snapshot.swap_room
+        self._releases = Releases(snapshot.holders)
+        self._late: set[int] = set()  # held by a copy out until that has ended
         self._has_tickets = bool(snapshot.tickets)
         self._revocable = [ticket for ticket in snapshot.tickets if not ticket.revoking]
         self._returning = sum(ticket.blocks for ticket in snapshot.tickets if ticket.revoking)
-        self._returning += sum(view.leaving_blocks for view in snapshot.sequences)
+        for view in snapshot.sequences:
+            if view.leaving_blocks:
+                self._leaves(view)
 
     def victim_for(self, needy: SequenceView) -> SequenceView | None:
         """Who gives its memory to `needy`, which lacks a block; None if it had better sit out."""
         # Each one that sits out waits for one block. One more is on its way already.
         if self._returning > len(self.sitting_out):
             return None
-        stalled = self._stalled()
-        if stalled:
-            return stalled[0]
-        if needy.priority is PriorityClass.INTERACTIVE:
-            for view in self._yielding:
-                if view.key not in self.taken and view.blocks > view.shared_blocks:
-                    return view
+        first = self._frees_one(self._stalled())
+        if first is None and needy.priority is PriorityClass.INTERACTIVE:
+            first = self._frees_one([view for view in self._yielding if view.key not in self.taken])
+        if first is not None:
+            return first
         # Transfers that have not been paid for in steps yet go before anything that runs.
         if self._has_tickets:
             return None
@@ -201,21 +204,29 @@ class Shortage:
         """From whom a batch sequence takes: from its like first, from interactive ones only if they could not take
         from it in turn. Otherwise one would wait for the other."""
         like = [view for view in willing if view.priority is PriorityClass.BATCH]
-        gives = needy.blocks > needy.shared_blocks and any(view.key == needy.key for view in self._yielding)
+        gives = self._releases.gain(needy) > 0 and any(view.key == needy.key for view in self._yielding)
         return like or [view for view in willing if not gives or view.priority is not PriorityClass.INTERACTIVE]
 
     def preempt(self, victim: SequenceView, undone_blocks: int = 0) -> None:
         """Take a victim's memory. `undone_blocks`: given to it by this very decision, and free again."""
-        comes_free = victim.blocks - victim.shared_blocks
         self.taken.add(victim.key)
         self.free += undone_blocks
         if 0 < victim.swap_blocks <= self._room:
             self._room -= victim.swap_blocks
             self.swapped.append(victim.key)
-            self._returning += comes_free  # when they are copied
-        else:
-            self.dropped.append(victim.key)
-            self.free += comes_free
+            self._leaves(victim)
+            return
+        self.dropped.append(victim.key)
+        later = sum(block in self._late for block in self._releases.last(victim))
+        self.free += self._releases.gain(victim) - later
+        self._returning += later
+        self._releases.take(victim)
+
+    def _leaves(self, view: SequenceView) -> None:
+        """Its blocks come back when they are copied."""
+        self._returning += self._releases.gain(view)
+        self._releases.take(view)
+        self._late.update(view.shared)
 
     def take_block(self, needy: SequenceView) -> bool:
         """Give `needy` a block; if there is none, it sits out, and tickets are asked back for it if need be."""
@@ -232,20 +243,25 @@ class Shortage:
     def make_room(self, lacking: int) -> None:
         """Preempt stalled sequences for a request that lacks so many blocks, if that is of any help to it."""
         lacking -= self._returning
-        stalled = self._stalled()
-        if lacking <= 0 or sum(view.blocks - view.shared_blocks for view in stalled) < lacking:
+        if lacking <= 0:
             return
-        for view in stalled:
-            if lacking <= 0:
-                return
-            lacking -= view.blocks - view.shared_blocks
+        victims = self._releases.fewest(self._stalled(), self._releases.blocks + lacking) or []
+        for view in victims:
+            self._releases.put_back(view)
+        for view in victims:
             self.preempt(view)
 
+    def _frees_one(self, candidates: Sequence[SequenceView]) -> SequenceView | None:
+        """The first of them with which a block comes free; else the first of those with which one does in the end."""
+        for view in candidates:
+            if self._releases.gain(view) > 0:
+                return view
+        together = self._releases.fewest(candidates, self._releases.blocks + 1) or []
+        for view in together:
+            self._releases.put_back(view)
+        return together[0] if together else None
+
     def _stalled(self) -> list[SequenceView]:
-        """Sequences of stalled clients whose memory would come free, the longest stalled first."""
-        stalled = [
-            view
-            for view in self._sequences
-            if view.stalled and view.blocks > view.shared_blocks and view.key not in self.taken
-        ]
+        """Sequences of stalled clients, the longest stalled first."""
+        stalled = [view for view in self._sequences if view.stalled and view.blocks and view.key not in self.taken]
         return sorted(stalled, key=lambda view: view.last_step)

@@ -31,6 +31,7 @@ and a chunk of a preempted sequence's tokens differ only in how many are missing
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,14 +60,15 @@ class SequenceView(NamedTuple):
         preemptible: whether its blocks may be taken away.
         passed_over: how many younger requests have been given blocks while it waits.
         last_step: id of the last step it took part in.
-        cached_blocks: of `admit_blocks`, those that the prefix cache has. used_blocks: of those, used by others too.
-        shared_blocks: of `blocks`, those that would not come free with it, since others hold them; exact if memory
-            is so short that it matters in this step, else perhaps 0.
+        cached_blocks: of `admit_blocks`, those that the prefix cache has. used: of those, the ones that others use.
+        shared: of its blocks, those that others hold too, and those that an interactive request which waits would
+            take from the prefix cache (`SchedulerSnapshot.holders`); if memory is so short that it matters in this
+            step, else perhaps none.
         swap_blocks: blocks of host memory that it takes if it is preempted; 0 if it is dropped then.
         stalled: its client has taken nothing for so long that its memory is for others.
         preempted: it has made no progress since it was preempted last.
         copying: its KV is being copied out (`blocks` is 0 then) or in: it can neither run nor be admitted.
-        leaving_blocks: blocks that come free when it has been copied out.
+        leaving_blocks: blocks that it gives up when it has been copied out.
         restores: its KV is in host memory, and is copied in when it is admitted.
         arrival, tenant, priority: as in `Waiting`. again: it had blocks before, and lost them.
         yields: it gives way to interactive requests, if the policy is `priority`.
@@ -83,8 +85,8 @@ class SequenceView(NamedTuple):
     passed_over: int
     last_step: int
     cached_blocks: int = 0
-    used_blocks: int = 0
-    shared_blocks: int = 0
+    used: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
     swap_blocks: int = 0
     stalled: bool = False
     preempted: bool = False
@@ -105,12 +107,25 @@ class SequenceView(NamedTuple):
     @property
     def admit_cost(self) -> int:
         """By how much its admission lowers the number of free blocks."""
-        return self.admit_blocks - self.used_blocks
+        return self.admit_blocks - len(self.used)
+
+    @property
+    def own_blocks(self) -> int:
+        """Blocks that come free when it gives its blocks up, whoever else does."""
+        return self.blocks + self.leaving_blocks - len(self.shared)
 
     @property
     def may_grow(self) -> bool:
         """Whether it is running, or will when it is copied in, and can come to need another block."""
         return 0 < self.blocks < self.max_blocks and self.has_credit and self.preemptible
+
+
+class ClaimView(NamedTuple):
+    """What the ticket of an interactive request needs that was refused: `blocks`, beside those that the prefix cache
+    has for it and others use (`used`)."""
+
+    blocks: int
+    used: tuple[int, ...] = ()
 
 
 class TicketView(NamedTuple):
@@ -134,7 +149,8 @@ class SchedulerSnapshot:
         swap_room: free blocks of host memory.
         wanted_blocks: blocks that a ticket lacked which was refused since the last step.
         queue: what the queue's policy knows. step_time: what steps take.
-        claims: blocks that tickets of interactive requests need which were refused lately, the first refused first.
+        claims: of tickets that were refused lately, the first refused first.
+        holders: how many hold each of the blocks in the views' `shared`; what is missing never comes free.
     """
 
     sequences: tuple[SequenceView, ...]
@@ -145,7 +161,8 @@ class SchedulerSnapshot:
     wanted_blocks: int = 0
     queue: QueueState = field(default_factory=QueueState)
     step_time: StepTime = field(default_factory=StepTime)
-    claims: tuple[int, ...] = ()
+    claims: tuple[ClaimView, ...] = ()
+    holders: Mapping[int, int] = field(default_factory=dict)
 
 
 class ScheduledChunk(NamedTuple):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from engine.blocks import BlockManager, Owner
 from engine.preemption import STALL_S, Loss, PreemptionTerms, expected_kept, swap_is_better
-from engine.scheduler import SchedulerSnapshot, SequenceView, TicketView
+from engine.scheduler import ClaimView, SchedulerSnapshot, SequenceView, TicketView
 from engine.sequence import Sequence, SequenceKind, SequenceState, SwapPhase
 from engine.swap import front_left_behind
 from engine.ticket import Ticket
@@ -28,7 +28,7 @@ def take_snapshot(
     terms: PreemptionTerms | None = None,
     swap_room: int = 0,
     wanted_blocks: int = 0,
-    claims: tuple[int, ...] = (),
+    claims: tuple[ClaimView, ...] = (),
 ) -> SchedulerSnapshot:
     """The state as the scheduler sees it. Looks up in the prefix cache what it has of each waiting sequence, and
     notes the answer in ``Sequence.hits``.
@@ -40,15 +40,15 @@ def take_snapshot(
     """
     # Each sequence takes one block of growth in a step at most: nobody is preempted for growth while there are as
     # many; batch ones may be for interactive ones that wait.
-    short = blocks.free < len(sequences) or bool(claims)
-    short = short or any(
-        sequence.num_blocks == 0 and sequence.spec.priority is PriorityClass.INTERACTIVE
-        for sequence in sequences.values()
-    )
+    urgent = [sequence for sequence in sequences.values() if _is_urgent(sequence)]
+    short = blocks.free < len(sequences) or bool(claims) or bool(urgent)
     demand = 0
     if short or any(sequence.state is SequenceState.PAUSED for sequence in sequences.values()):
         demand = wanted_blocks + sum(map(_demand, sequences.values()))
-    pressure = _Pressure(short, demand, now, terms or PreemptionTerms())
+    wanted = {block for claim in claims for block in claim.used}
+    for sequence in urgent:
+        wanted.update(_look_up(sequence, blocks))
+    pressure = _Pressure(short, demand, now, terms or PreemptionTerms(), frozenset(wanted))
     views = tuple(_view(sequence, blocks, pressure) for sequence in sequences.values())
     waiting = [view.waiting for view in views if not view.blocks and view.has_credit and not view.copying]
     running = sum(view.blocks > 0 or view.copying or view.restores for view in views)
@@ -65,17 +65,20 @@ def take_snapshot(
         swap_room=swap_room,
         wanted_blocks=wanted_blocks,
         claims=claims,
+        holders={block: blocks.holders(block) for view in views for block in view.shared},
     )
 
 
 class _Pressure(NamedTuple):
     """What the views of all sequences depend on. `short`: some may be preempted for growth now. `demand`: blocks that
-    they can all come to need beside those that they have, if any may be preempted at all."""
+    they can all come to need beside those that they have, if any may be preempted at all. `wanted`: cached blocks
+    that interactive requests which wait would take, and others use."""
 
     short: bool
     demand: int
     now: float
     terms: PreemptionTerms
+    wanted: frozenset[int]
 
 
 def _demand(sequence: Sequence) -> int:
@@ -83,15 +86,31 @@ def _demand(sequence: Sequence) -> int:
     return sequence.max_blocks - sequence.num_blocks if sequence.credit > 0 else 0
 
 
+def _is_urgent(sequence: Sequence) -> bool:
+    """Whether others may have to give way to it, which waits for admission."""
+    return sequence.num_blocks == 0 and sequence.spec.priority is PriorityClass.INTERACTIVE
+
+
+def _look_up(sequence: Sequence, blocks: BlockManager) -> tuple[int, ...]:
+    """Note in `hits` what the prefix cache has of a sequence without blocks, and return what others use of that."""
+    if sequence.copying:
+        return ()
+    guess, sequence.hits = sequence.hits, 0
+    if not sequence.may_hit or not (sequence.phase is None or sequence.exact):
+        return ()
+    names = sequence.name_blocks(sequence.may_hit)
+    sequence.hits = blocks.cache.match(names, sequence.may_hit, guess)
+    return tuple(blocks.used(blocks.cache.blocks(names, sequence.hits)))
+
+
 def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> SequenceView:
     phase = sequence.phase
     copying = phase is SwapPhase.OUT or phase is SwapPhase.IN
-    computed, hits, used, restores = sequence.num_computed, 0, 0, False
+    computed, hits, restores = sequence.num_computed, 0, False
+    used: tuple[int, ...] = ()
     if sequence.num_blocks == 0 and not copying:
-        if sequence.may_hit and (phase is None or sequence.exact):
-            names = sequence.name_blocks(sequence.may_hit)
-            hits = sequence.hits = blocks.cache.match(names, sequence.may_hit, sequence.hits)
-            used = blocks.used(blocks.cache.blocks(names, hits))
+        used = _look_up(sequence, blocks)
+        hits = sequence.hits
         # Of no use if the cache has more than was copied, or has lost what was left to it.
         restores = phase is SwapPhase.HOST and sequence.host_from <= hits
         restores = restores and hits * blocks.block_size < computed
@@ -103,15 +122,16 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
         and pressure.now - sequence.ran_at >= STALL_S
     )
     owner = Owner.sequence(sequence.key)
-    held, shared, swap_blocks, leaving = sequence.num_blocks, 0, 0, 0
+    held, swap_blocks, leaving = sequence.num_blocks, 0, 0
+    shared: tuple[int, ...] = ()
     if held and (pressure.short or stalled):
-        shared = blocks.shared(owner)
-        swap_blocks = _swap_blocks(sequence, blocks, shared, pressure)
+        shared = blocks.shared(owner, pressure.wanted)
+        swap_blocks = _swap_blocks(sequence, blocks, pressure)
     elif copying:
         owner = Owner.swap(sequence.key)
         count = len(blocks.blocks_of(owner))
         if phase is SwapPhase.OUT:
-            leaving = count - blocks.shared(owner)
+            leaving, shared = count, blocks.shared(owner, pressure.wanted)
         else:
             held = count
     return SequenceView(
@@ -126,8 +146,8 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
         passed_over=sequence.skipped,
         last_step=sequence.last_step,
         cached_blocks=hits,
-        used_blocks=used,
-        shared_blocks=shared,
+        used=used,
+        shared=shared,
         swap_blocks=swap_blocks,
         stalled=stalled,
         preempted=sequence.preempted,
@@ -150,9 +170,10 @@ def may_yield(sequence: Sequence) -> bool:
     return batch and not sequence.preempted and not sequence.copying
 
 
-def _swap_blocks(sequence: Sequence, blocks: BlockManager, shared: int, pressure: _Pressure) -> int:
+def _swap_blocks(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> int:
     """Blocks of host memory for the sequence if it is preempted; 0 if it is better dropped."""
     size, computed = blocks.block_size, sequence.num_computed
+    shared = len(blocks.shared(Owner.sequence(sequence.key)))
     held = front_left_behind(sequence, blocks) * size
     cached = max(0, sequence.num_published - shared)
     kept = expected_kept(sequence.num_blocks - shared, cached, pressure.demand - _demand(sequence))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.scheduler import ClaimView
 from pdcore.types import PriorityClass, RequestSpec
 
 if TYPE_CHECKING:  # this module is pure
@@ -31,17 +33,19 @@ class Reservation(NamedTuple):
 
 
 class _Claim(NamedTuple):
-    """`memory`: it was refused for want of that, and not because other tickets hold their share."""
+    """See `Claims.make`."""
 
     blocks: int
+    names: tuple[bytes, ...]
+    fresh: int
     until: float
     memory: bool
 
 
 class Ahead(NamedTuple):
-    """What those claim that go before a ticket: blocks of memory, and of the share of all tickets together."""
+    """What goes before a ticket: so many claims on memory, and blocks of the share of all tickets together."""
 
-    blocks: int
+    claims: int
     share: int
 
 
@@ -54,24 +58,33 @@ class Claims:
     def __init__(self) -> None:
         self._claims: dict[str, _Claim] = {}
 
-    def make(self, request_id: str, blocks: int, now: float, *, memory: bool) -> None:
-        """The request's ticket is refused, for want of `memory` or of a share; it keeps the place that it has."""
-        self._claims[request_id] = _Claim(blocks, now + CLAIM_S, memory)
+    def make(
+        self, request_id: str, blocks: int, now: float, *, memory: bool, fresh: int = 0, names: Sequence[bytes] = ()
+    ) -> None:
+        """The request's ticket is refused; it keeps the place that it has.
+
+        Args:
+            blocks: that it needs in all. names: of those that the prefix cache has for it. fresh: those that count
+                against the share of all tickets.
+            memory: it was refused for want of that, and not because other tickets hold their share.
+        """
+        self._claims[request_id] = _Claim(blocks, tuple(names), fresh, now + CLAIM_S, memory)
 
     def drop(self, request_id: str) -> None:
         """Its ticket is granted. Idempotent."""
         self._claims.pop(request_id, None)
 
-    def blocks(self, now: float) -> tuple[int, ...]:
-        """Blocks of each claim on memory that stands."""
+    def views(self, now: float, used: Callable[[Sequence[bytes]], Sequence[int]]) -> tuple[ClaimView, ...]:
+        """The claims on memory that stand. `used`: cached blocks of these names that others use."""
         self._claims = {name: claim for name, claim in self._claims.items() if now < claim.until}
-        return tuple(claim.blocks for claim in self._claims.values() if claim.memory)
+        found = ((claim.blocks, tuple(used(claim.names))) for claim in self._claims.values() if claim.memory)
+        return tuple(ClaimView(blocks - len(mine), mine) for blocks, mine in found)
 
     def ahead(self, request_id: str) -> Ahead:
         """Of the claims that were made before that of this request; of all, if it has none."""
         before = list(takewhile(lambda name: name != request_id, self._claims))
         claims = [self._claims[name] for name in before]
-        return Ahead(sum(claim.blocks for claim in claims if claim.memory), sum(claim.blocks for claim in claims))
+        return Ahead(sum(claim.memory for claim in claims), sum(claim.fresh for claim in claims))
 
 
 @dataclass(slots=True)

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from engine.displacement import displace
 from engine.engine import Engine, SequenceKind, TokenOut
 from engine.step import StepInput, StepOutput
+from pdcore.config import QueueConfig
 from pdcore.errors import InvalidRequest, TicketError
-from pdcore.types import Branch, FinishReason, RequestKey, RequestSpec
-from tests.support.engine_kit import ManualCopier, make_engine, request, run, step, tokens_of
+from pdcore.types import Branch, FinishReason, PriorityClass, RequestKey, RequestSpec
+from tests.support.engine_kit import ManualCopier, make_engine, prompt_of, request, run, step, tokens_of
 from tests.support.fake_runner import FakeRunner, oracle
 
 BLOCK = 16
@@ -377,3 +379,134 @@ def test_any_mix_ends_exact_and_at_rest(data: st.DataObject) -> None:
     for spec in alive.values():
         assert tokens_of(told, spec) == oracle(runner, spec)[0]
     at_rest(engine)
+
+
+class TestDisplacement:
+    """Samples of a batch request, or requests that begin alike, hold blocks together. See `engine.displacement`."""
+
+    @staticmethod
+    def full(runner: FakeRunner, **options: object) -> tuple[Engine, list[RequestSpec], list[TokenOut]]:
+        """A batch request of three samples that hold two blocks together and one each."""
+        engine = make_engine(runner, budget=128, chunk=128, **{"queue": QueueConfig(batch_share=0.0), **options})  # type: ignore[arg-type]
+        spec = trunk("b", 3, 40, 30, priority=PriorityClass.BATCH)
+        engine.add(spec, SequenceKind.GENERATE)
+        result = step(engine)
+        assert result is not None
+        return engine, [spec], list(result.tokens)
+
+    def test_what_they_hold_together_counts_and_comes_free(self) -> None:
+        runner = FakeRunner(num_blocks=5)
+        engine, specs, tokens = self.full(runner)
+        load = engine.load()
+        assert (load.free_blocks, load.yielding_requests, load.yielding_blocks) == (0, 3, 5)
+        urgent = request("now", 70, 2, priority=PriorityClass.INTERACTIVE)
+        engine.add(urgent, SequenceKind.GENERATE)
+        result = step(engine)
+        assert result is not None
+        assert [token.key for token in result.tokens] == [urgent.key]
+        assert engine.load().preemptions == 3
+        tokens += [*result.tokens, *run(engine)]
+        for spec in (urgent, *specs):
+            check(runner, spec, tokens)
+        at_rest(engine)
+
+    def test_one_that_stays_keeps_what_all_hold(self) -> None:
+        """So there are two blocks to be had and no third, and nobody gives way for that."""
+        engine, _, _ = self.full(FakeRunner(num_blocks=5), max_num_seqs=4, queue=QueueConfig(batch_share=0.25))
+        assert engine.load().yielding_blocks == 2
+        engine.add(request("now", 40, 2, priority=PriorityClass.INTERACTIVE), SequenceKind.GENERATE)
+        step(engine)
+        assert engine.load().preemptions == 0
+
+    @pytest.mark.parametrize("swap_blocks", [0, 8])
+    def test_a_ticket_gets_what_comes_free_if_it_begins_with_it(self, swap_blocks: int) -> None:
+        """The interactive request has the same beginning: that comes free, and it takes it again."""
+        runner, copier = FakeRunner(num_blocks=6), ManualCopier()
+        preemption = "swap" if swap_blocks else "recompute"
+        engine, specs, tokens = self.full(runner, swap_blocks=swap_blocks, preemption=preemption, copier=copier)
+        urgent = request("now", [*specs[0].prompt[:32], *range(20)], 2, priority=PriorityClass.INTERACTIVE)
+        assert engine.reserve("t", urgent) is None
+        result = step(engine)
+        assert result is not None
+        tokens += result.tokens
+        copier.finish_all()
+        gone = engine.load().preemptions
+        assert gone == 2, "two blocks, and the beginning stays with the third sample"
+        assert engine.reserve("t", urgent) is not None
+        assert engine.load().preemptions == gone
+        engine.release_ticket("t")
+        tokens += run(engine, copier=copier)
+        for spec in specs:
+            check(runner, spec, tokens)
+        at_rest(engine)
+
+
+@settings(max_examples=40, deadline=None, phases=(Phase.explicit, Phase.generate))
+@given(
+    batch=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 1), st.integers(1, 40)), min_size=1, max_size=4),
+    urgent=st.tuples(st.integers(0, 1), st.integers(1, 60)),
+    blocks=st.integers(12, 24),
+    share=st.sampled_from([0.0, 0.25]),
+    swap_blocks=st.sampled_from([0, 30]),
+    by_ticket=st.booleans(),
+    steps=st.integers(0, 5),
+)
+def test_who_gives_way_makes_room(  # type: ignore[no-untyped-def]
+    batch, urgent, blocks, share, swap_blocks, by_ticket, steps
+) -> None:
+    """Batch requests of several samples and common beginnings: if any of them gives way, the interactive request has
+    its blocks next, and no further ones give way; and if none does, it runs, or not even all would be enough."""
+    runner, copier = FakeRunner(num_blocks=blocks, block_size=4), ManualCopier()
+    engine = make_engine(
+        runner,
+        budget=400,
+        chunk=400,
+        max_num_seqs=16,
+        max_reserved_fraction=1.0,
+        queue=QueueConfig(batch_share=share),
+        swap_blocks=swap_blocks,
+        preemption="swap" if swap_blocks else "recompute",
+        copier=copier,
+    )
+    for i, (n, family, own) in enumerate(batch):
+        prompt = prompt_of(family, 9, own, branch=i)
+        spec = request(f"b{i}", prompt, 12, priority=PriorityClass.BATCH)
+        if n > 1:
+            spec = replace(spec, branches=tuple(Branch(RequestKey(f"b{i}#{k}", 0), k) for k in range(n)))
+        if engine_takes(engine, spec):
+            step(engine)
+    for _ in range(steps):
+        if engine.has_work() and step(engine) is None:
+            copier.finish_all()
+    copier.finish_all()
+    spec = request("now", prompt_of(urgent[0], 9, urgent[1], branch=9), 2, priority=PriorityClass.INTERACTIVE)
+    if any(not sequence.num_blocks for sequence in engine._sequences.values()):
+        return  # those that wait take what they can get, and more when they fork
+    if not engine_takes(engine, spec, add=not by_ticket) or (by_ticket and engine.reserve("t", spec) is not None):
+        return
+    promised = displace(engine._snapshot(), engine._scheduler_config)
+    before = engine.load()
+    step(engine)
+    if not promised:
+        return
+    assert engine.load().preemptions >= before.preemptions + len(promised)
+    copier.finish_all()
+    if by_ticket:
+        assert engine.reserve("t", spec) is not None
+        engine.release_ticket("t")
+        return
+    if spec.key in engine._sequences and not engine._sequences[spec.key].num_blocks:
+        step(engine)
+    assert spec.key not in engine._sequences or engine._sequences[spec.key].num_blocks
+
+
+def engine_takes(engine: Engine, spec: RequestSpec, *, add: bool = True) -> bool:
+    """Add the request; False if it could never run."""
+    try:
+        if add:
+            engine.add(spec, SequenceKind.GENERATE)
+        else:
+            engine.check_runnable(spec)
+    except InvalidRequest:
+        return False
+    return True

@@ -144,6 +144,27 @@ class TestVictims:
         views[3] = runs("d", blocks=1, known=10, swap_blocks=1)
         assert schedule(snapshot(*views), CONFIG).swap_out == (key("d"), key("c"))
 
+    def test_what_a_swapped_one_shares_with_a_dropped_one_comes_when_it_is_copied(self) -> None:
+        shared = {"shared": (5, 6), "stalled": True, "has_credit": False}
+        views = [NEEDY, runs("b", last_step=2, **shared), runs("c", last_step=1, swap_blocks=2, **shared)]
+        decision = schedule(replace(snapshot(*views), holders={5: 2, 6: 2}), CONFIG)
+        assert (decision.swap_out, decision.preempt) == ((key("c"),), (key("b"),))
+        assert (decision.chunks, decision.sitting_out) == ((), (key("a"),))
+        leaving = waits("c", copying=True, leaving_blocks=2, has_credit=False)
+        decision = schedule(replace(snapshot(NEEDY, runs("x"), leaving), holders={}), CONFIG)
+        assert (decision.preempt, decision.sitting_out) == ((), (key("a"),)), "and is waited for"
+
+    def test_stalled_ones_that_share_all_they_have_give_way_together(self) -> None:
+        shared = {"shared": (5, 6), "stalled": True, "has_credit": False}
+        views = [NEEDY, runs("b", last_step=2, **shared), runs("c", last_step=1, **shared), runs("d")]
+        decision = schedule(replace(snapshot(*views), holders={5: 2, 6: 2}), CONFIG)
+        assert decision.preempt == (key("c"), key("b"))
+        assert [chunk.key for chunk in decision.chunks] == [key("a"), key("d")]
+        decision = schedule(replace(snapshot(waits("w", 20), *views[1:3]), holders={5: 2, 6: 2}), CONFIG)
+        assert decision.preempt == (key("c"), key("b")), "for one that waits too"
+        decision = schedule(replace(snapshot(*views), holders={5: 3, 6: 3}), CONFIG)
+        assert decision.preempt == (key("d"),), "somebody else holds it: they would free nothing"
+
     def test_who_does_not_fit_into_host_memory_is_dropped(self) -> None:
         views = [NEEDY, runs("b", swap_blocks=3)]
         assert schedule(snapshot(*views, room=3), CONFIG).swap_out == (key("b"),)
@@ -171,7 +192,7 @@ class TestVictims:
             runs("b"),
             pauses("s1", last_step=5, swap_blocks=1),
             pauses("s2", last_step=3, swap_blocks=1),
-            pauses("s3", last_step=1, shared_blocks=2),  # nothing would come free
+            pauses("s3", last_step=1, shared=(5, 6)),  # nothing would come free
         ]
         decision = schedule(snapshot(*views, tickets=tickets), CONFIG)
         assert (decision.swap_out, decision.revoke, decision.preempt) == ((key("s2"),), (), ())
@@ -244,7 +265,7 @@ def test_the_victim_is_the_one_that_a_ranking_of_all_gives(before, after, ticket
     views, kinds = [], []
     crowd = [*before, ("needy", False, True, 0, 0), *after]
     for i, (kind, protected, preemptible, shared, last) in enumerate(crowd):
-        more = {"preempted": protected, "preemptible": preemptible, "shared_blocks": shared, "last_step": last}
+        more = {"preempted": protected, "preemptible": preemptible, "shared": tuple(range(shared)), "last_step": last}
         make = {
             "needy": lambda n, m: NEEDY._replace(key=key(n)),
             "runs": lambda n, m: runs(n, **m),
@@ -262,7 +283,7 @@ def test_the_victim_is_the_one_that_a_ranking_of_all_gives(before, after, ticket
     )
     ranked = []
     for i, (kind, view) in enumerate(zip(kinds, views, strict=True)):
-        if kind == "stalled" and view.shared_blocks < view.blocks:
+        if kind == "stalled" and len(view.shared) < view.blocks:
             ranked.append((0, view.last_step, i))
         elif tickets or not view.preemptible:
             continue

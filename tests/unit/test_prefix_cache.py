@@ -227,7 +227,11 @@ class SharingMachine(RuleBasedStateMachine):
             assert list(self.blocks.blocks_of(owner)) == [block for _, block in held]
             assert all(self.memory[block] == path for path, block in held), "a block was written under its owner"
             others = {block for other, theirs in self.owned.items() if other != owner for _, block in theirs}
-            assert self.blocks.shared(owner) == sum(block in others for _, block in held)
+            assert self.blocks.shared(owner) == tuple(block for _, block in held if block in others)
+            wanted = {block for _, block in held[:1]}
+            assert set(self.blocks.shared(owner, wanted)) == wanted | set(self.blocks.shared(owner))
+            assert self.blocks.freed_by([owner]) == len(held) - len(self.blocks.shared(owner))
+        assert self.blocks.freed_by(self.owned) == len({b for held in self.owned.values() for _, b in held})
         assert self.blocks.free == self.blocks.num_blocks - len(self._in_use())
         assert self.blocks.cached == len(self.cached)
 

@@ -195,16 +195,25 @@ class TestGrowth:
         assert [chunk.key for chunk in decision.chunks] == [key("p")]
 
     def test_blocks_that_others_hold_too_do_not_come_free(self) -> None:
-        views = [decode("a", 17, blocks=1), decode("b", 20), decode("c", 20, shared_blocks=2)]
+        views = [decode("a", 17, blocks=1), decode("b", 20), decode("c", 20, shared=(5, 6))]
         decision = schedule(snapshot(*views, free=0), CONFIG)
         assert decision.preempt == (key("c"), key("b")), "the next one gives way too, until a block comes free"
         assert decision.chunks == (ScheduledChunk(key("a"), 16, 1, 1),)
 
     def test_a_decode_sits_out_if_those_that_gave_way_shared_all_they_had(self) -> None:
-        views = [decode("a", 17, blocks=1), decode("b", 20, shared_blocks=2), decode("c", 20, shared_blocks=2)]
-        decision = schedule(snapshot(*views, free=0), CONFIG)
+        """And still do, with somebody who is no sequence."""
+        views = [decode("a", 17, blocks=1), decode("b", 20, shared=(5, 6)), decode("c", 20, shared=(5, 6))]
+        decision = schedule(replace(snapshot(*views, free=0), holders={5: 3, 6: 3}), CONFIG)
         assert decision.preempt == (key("c"), key("b"))
-        assert decision.sitting_out == (key("a"),), "what b and c shared with each other is free in the next step"
+        assert decision.sitting_out == (key("a"),)
+
+    def test_what_they_shared_with_each_other_is_free_at_once(self) -> None:
+        views = [decode("a", 17, blocks=1), decode("b", 20, shared=(5, 6)), decode("c", 20, shared=(5, 6))]
+        views = [*views[:1], decode("z", 17, blocks=1), *views[1:]]
+        decision = schedule(replace(snapshot(*views, free=0), holders={5: 2, 6: 2}), CONFIG)
+        assert decision.preempt == (key("c"), key("b"))
+        assert decision.sitting_out == ()
+        assert [chunk.key for chunk in decision.chunks] == [key("a"), key("z")]
 
     def test_nothing_is_admitted_when_memory_is_short(self) -> None:
         views = [decode("a", 17, blocks=1), decode("b", 60), prompt("p", 4)]
@@ -255,7 +264,7 @@ class TestAdmission:
         assert schedule(snapshot(waiting, free=3), CONFIG).chunks != ()
 
     def test_cached_blocks_that_others_use_cost_nothing(self) -> None:
-        waiting = prompt("p", 40, computed=32, cached_blocks=2, used_blocks=2)
+        waiting = prompt("p", 40, computed=32, cached_blocks=2, used=(3, 4))
         assert schedule(snapshot(waiting, free=1), CONFIG).chunks == (ScheduledChunk(key("p"), 32, 8, 1),)
         assert schedule(snapshot(waiting, free=0), CONFIG).chunks == ()
 
@@ -405,8 +414,11 @@ VIEWS = st.tuples(
     queue=st.builds(QueueConfig, policy=st.sampled_from(QUEUE_POLICIES), batch_share=st.sampled_from([0.0, 0.2])),
     classes=st.lists(st.sampled_from(PriorityClass), min_size=10, max_size=10),
     more=st.tuples(st.integers(0, 3), st.sampled_from([0.0, 12.0])),
+    others_hold=st.lists(st.integers(0, 1), max_size=4),
 )
-def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wanted, queue, classes, more) -> None:  # type: ignore[no-untyped-def]
+def test_every_decision_can_be_carried_out(  # type: ignore[no-untyped-def]
+    raw, free, tickets, limits, room, wanted, queue, classes, more, others_hold
+) -> None:
     """Whatever the snapshot: blocks given are there, limits are kept, only what may be taken is taken."""
     views = []
     for i, (known, computed, blocks, credit, preemptible, passed, last, hits, shared, state, swap) in enumerate(raw):
@@ -415,20 +427,21 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
         if blocks == 0:
             hits = min(hits, (known - 1) // BLOCK)
             who = who._replace(
-                passed_over=passed, computed=hits * BLOCK, cached_blocks=hits, used_blocks=min(hits, shared)
+                passed_over=passed, computed=hits * BLOCK, cached_blocks=hits, used=tuple(range(min(hits, shared)))
             )
         elif computed >= known - 1 and preemptible:  # a decode, perhaps at the end of its last block
             held = -(-(known - 1) // BLOCK) or 1
-            who = who._replace(computed=known - 1, blocks=held, shared_blocks=min(held, shared))
+            who = who._replace(computed=known - 1, blocks=held, shared=tuple(range(min(held, shared))))
         else:
-            who = who._replace(computed=min(computed, known - 1), blocks=full, shared_blocks=min(full, shared))
+            who = who._replace(computed=min(computed, known - 1), blocks=full, shared=tuple(range(min(full, shared))))
         if preemptible:
             who = who._replace(
                 swap_blocks=swap if blocks else 0,
                 stalled=state == "stalled" and blocks > 0 and not credit,
                 preempted=state == "preempted",
                 copying=state == "copying",
-                leaving_blocks=swap if state == "copying" and not blocks else 0,
+                leaving_blocks=swap + shared if state == "copying" and not blocks else 0,
+                shared=tuple(range(shared)) if state == "copying" and not blocks else who.shared,
                 restores=state == "swapped" and not blocks and known > 1,
             )
             if who.restores:
@@ -445,6 +458,9 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
         wanted,
         QueueState(batch_end=5),
         StepTime(5.0, 1.0, steps=9, largest=100),
+        holders={
+            block: others + sum(block in view.shared for view in views) for block, others in enumerate(others_hold)
+        },
     )
     config = SchedulerConfig(
         max(limits[0], limits[1]),
@@ -462,8 +478,11 @@ def test_every_decision_can_be_carried_out(raw, free, tickets, limits, room, wan
     assert len(decision.chunks) == len({chunk.key for chunk in decision.chunks}) <= config.max_num_seqs
     counts = [chunk.num_tokens for chunk in decision.chunks]
     assert sorted(counts, key=lambda n: n != 1) == counts
-    back = sum(by_key[victim].blocks - by_key[victim].shared_blocks for victim in decision.preempt)
-    pinned = sum(by_key[name].cached_blocks - by_key[name].used_blocks for name in decision.admitted)
+    gone = [by_key[victim] for victim in decision.preempt]
+    back = sum(view.blocks - len(view.shared) for view in gone)
+    # A block comes free at once if all its holders are dropped; a copy out holds what it copies.
+    back += sum(sum(block in view.shared for view in gone) == n > 0 for block, n in shot.holders.items())
+    pinned = sum(by_key[name].cached_blocks - len(by_key[name].used) for name in decision.admitted)
     swapped_in = sum(by_key[name].admit_cost for name in decision.swap_in)
     assert sum(chunk.new_blocks for chunk in decision.chunks) + pinned + swapped_in <= free + back
     assert sum(by_key[name].swap_blocks for name in decision.swap_out) <= room
