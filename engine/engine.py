@@ -147,7 +147,7 @@ class Engine:
         self._wanted_blocks = 0  # what a ticket lacked that was refused since the last step
         self._claims = Claims()
         self._preemptions = 0
-        self._recomputed = {"preempt": 0, "rebuild": 0, "replay": 0}
+        self._recomputed = {"preempt": 0, "rebuild": 0, "revoked": 0, "replay": 0}
         self._cached_tokens = 0
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -393,9 +393,9 @@ class Engine:
                 if not sequence.spec.branches and samples and (problem := self._misfit(sequence, samples[0][1])):
                     rejected.append((key, problem))
                     continue
-                preempt, replay = sequence.recomputed(start, end)
+                preempt, again = sequence.recomputed(start, end)
                 self._recomputed["preempt"] += preempt
-                self._recomputed["rebuild" if sequence.spec.rebuild else "replay"] += replay
+                self._recomputed[sequence.lost_by] += again
                 sequence.num_computed = end
                 if any(token != NO_TOKEN and not 0 <= token < self.model.vocab_size for _, token in samples):
                     # The model has made nothing sensible of a trunk, whose samples end one by one.

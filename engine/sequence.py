@@ -183,10 +183,10 @@ class Sequence:
         self.host_from = 0  # first block whose KV is in host memory, of a SWAPPED one
         self.preempted = False  # and without a new token since
         self.send_over = False  # PREFILL: the send session ended before the sequence did
-        # Computing token t again counts as recomputed if t < preempt_until, else as a replay (or a rebuild) if
-        # t < replay_until.
+        # Computing token t again counts as recomputed after a preemption if t < preempt_until, else by the reason
+        # why the KV of an earlier attempt was lost (`lost_by`) if t < replay_until.
         self.preempt_until = 0
-        self.replay_until = len(known) if spec.delivered or spec.rebuild else 0
+        self.replay_until = len(known) if spec.delivered or spec.rebuild or spec.revoked else 0
 
     @staticmethod
     def total_tokens(spec: RequestSpec, kind: SequenceKind) -> int:
@@ -208,6 +208,11 @@ class Sequence:
     def output(self) -> OutputState | None:
         """Where its structured output stands; None if it is free. Not of a trunk, which has none."""
         return self.outputs[0]
+
+    @property
+    def lost_by(self) -> str:
+        """How the KV of earlier attempts was lost, if there were any; as in `WorkerLoad.recomputed_tokens`."""
+        return "rebuild" if self.spec.rebuild else "revoked" if self.spec.revoked else "replay"
 
     @property
     def remaining(self) -> int:
@@ -383,7 +388,7 @@ class Sequence:
             self.state = SequenceState.RUNNING
 
     def recomputed(self, start: int, end: int) -> tuple[int, int]:
-        """Of tokens [start, end): (computed again after a preemption, computed again for a replay or rebuild)."""
+        """Of tokens [start, end): (computed again after a preemption, computed again by reason `lost_by`)."""
         preempt = max(0, min(end, self.preempt_until) - start)
         replay = max(0, min(end, self.replay_until) - max(start, self.preempt_until))
         return preempt, replay

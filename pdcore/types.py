@@ -123,6 +123,7 @@ class RequestSpec:
         branches: this is the trunk of several samples: its prompt is computed, and sent, once. In the place of a
             first token of its own it has one for each of these, which go on from there as requests of their own
             (`samples`). Empty for a request with one sample; nothing is delivered of a trunk.
+        revoked: its KV was computed elsewhere before, and the ticket for it was taken back for want of memory.
     """
 
     key: RequestKey
@@ -137,6 +138,7 @@ class RequestSpec:
     priority: PriorityClass = PriorityClass.STANDARD
     sample: int = 0
     branches: tuple[Branch, ...] = ()
+    revoked: bool = False
 
     @property
     def samples(self) -> tuple[RequestSpec, ...]:
@@ -168,7 +170,8 @@ class KvGeometry:
     common, and the receiver can convert from the sender's `dtype`.
 
     Attributes:
-        model_digest: hex digest of weights identity, architecture and rope parameters.
+        model_digest: hex digest of weights identity, architecture and rope parameters. The weights are those that are
+            computed with, a merged adapter's among them.
         num_layers, num_kv_heads, head_dim: shape of one token's KV in this cache.
         dtype: element type of the cache, a key of `DTYPE_BYTES`.
         block_size: tokens per block. Local to a worker; token ranges are authoritative on the wire.
@@ -278,8 +281,8 @@ class WorkerLoad:
             nobody uses included; reserved are allocated to uncommitted tickets.
         open_tickets, open_sends: transfers under way.
         preemptions: sequences preempted.
-        recomputed_tokens: tokens computed again, by reason: ``preempt``, ``rebuild`` (a transfer failed), ``replay``
-            (another worker did).
+        recomputed_tokens: tokens computed again, by reason: ``preempt``, ``rebuild`` (a transfer failed), ``revoked``
+            (a ticket was taken back for want of memory), ``replay`` (another worker failed).
         transfers: what became of KV transfers, by event. What went wrong: ``frames_retried``, ``lanes_failed``,
             ``frames_moved`` to another transport, ``sends_failed``, ``frames_rejected``, ``tickets_failed``. A
             prefill worker adds what each transport did: ``grpc_frames``, ``grpc_bytes``, and ``shm_opened`` and

@@ -587,6 +587,7 @@ class WorkerRequest(google.protobuf.message.Message):
     REQUEST_CLASS_FIELD_NUMBER: builtins.int
     SAMPLE_FIELD_NUMBER: builtins.int
     BRANCHES_FIELD_NUMBER: builtins.int
+    REVOKED_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     attempt: builtins.int
     token_window: builtins.int
@@ -602,6 +603,8 @@ class WorkerRequest(google.protobuf.message.Message):
     request_class: Global___RequestClass.ValueType
     sample: builtins.int
     """which of its client's samples this is: goes into the random draws"""
+    revoked: builtins.bool
+    """its KV was computed before, and its ticket was taken back for want of memory"""
     @property
     def prompt(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -632,10 +635,11 @@ class WorkerRequest(google.protobuf.message.Message):
         request_class: Global___RequestClass.ValueType = ...,
         sample: builtins.int = ...,
         branches: collections.abc.Iterable[Global___Branch] | None = ...,
+        revoked: builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["sampling", b"sampling"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "branches", b"branches", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "rebuild", b"rebuild", "request_class", b"request_class", "request_id", b"request_id", "sample", b"sample", "sampling", b"sampling", "tenant", b"tenant", "token_window", b"token_window"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["attempt", b"attempt", "branches", b"branches", "cache_salt", b"cache_salt", "delivered", b"delivered", "kv_codec", b"kv_codec", "prompt", b"prompt", "rebuild", b"rebuild", "request_class", b"request_class", "request_id", b"request_id", "revoked", b"revoked", "sample", b"sample", "sampling", b"sampling", "tenant", b"tenant", "token_window", b"token_window"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerRequest: typing_extensions.TypeAlias = WorkerRequest
@@ -986,7 +990,7 @@ class Load(google.protobuf.message.Message):
     swap_used_bytes: builtins.int
     @property
     def recomputed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """by reason: preempt, rebuild, replay"""
+        """by reason: preempt, rebuild, revoked, replay"""
 
     @property
     def transfer_events(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:

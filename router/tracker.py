@@ -181,6 +181,7 @@ class RequestTracker:
         self._decode_next = 0  # index that the decode worker reports next
         self._credited = 0
         self._held: list[_Held] = []
+        self._revoked = False  # how the KV of what was delivered was lost last, if it was
         self._owed_by_prefill = False  # log-probabilities that nobody else has
         # Prompt tokens from the front whose log-probabilities are delivered, or not wanted.
         self._prompt_scored = len(prompt) if params.prompt_logprobs is None else 1
@@ -405,6 +406,9 @@ class RequestTracker:
                 error = InvalidRequest("request", message)
                 return self._end(Outcome(FinishReason.ERROR, error), now, done=worker_id)
             case FailureKind.BUSY:
+                if self._prefill is not None and self.delivered:
+                    # The KV was there; a worker that refuses to compute it again has lost nothing.
+                    self._revoked = True
                 return self._requeue(worker_id, counted=False, reason=message)
             case FailureKind.BROKEN:
                 return self._fail(worker_id, message, now)
@@ -466,6 +470,7 @@ class RequestTracker:
             cache_salt=self._cache_salt,
             kv_codec=self._kv_codec,
             rebuild=self._route.rebuild,
+            revoked=self._revoked and not self._route.rebuild,
             tenant=self._tenant,
             priority=self._priority,
             sample=self.sample,
@@ -541,6 +546,7 @@ class RequestTracker:
         self, worker_id: str, reason: str, now: float, *, done: bool = True, pair: frozenset[str] = frozenset()
     ) -> list[Effect]:
         """The attempt is lost through `worker_id`; `done`: it holds nothing any more."""
+        self._revoked = False
         if self.timeline.replays < self._max_replays:
             self.timeline.replays += 1
             return self._requeue(worker_id, True, reason, done=done, pair=pair)

@@ -111,7 +111,7 @@ class TestTokens:
         assert tokens[0].index == 3
         assert tokens_of(tokens, forced) == oracle(runner, forced)[0]
         assert len(tokens) == 5
-        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "replay": 13}
+        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "revoked": 0, "replay": 13}
 
     def test_a_rebuild_is_counted_as_one(self) -> None:
         runner = FakeRunner()
@@ -119,7 +119,13 @@ class TestTokens:
         again = replace(request("r", 10, 8), rebuild=True)
         engine.add(again, GENERATE)
         assert tokens_of(run(engine), again) == oracle(runner, again)[0]
-        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 10, "replay": 0}
+        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 10, "revoked": 0, "replay": 0}
+
+    def test_what_was_lost_with_a_ticket_is_counted_as_that(self) -> None:
+        engine = make_engine(FakeRunner())
+        engine.add(replace(request("r", 10, 8, delivered=[9]), revoked=True), GENERATE)
+        run(engine)
+        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "revoked": 11, "replay": 0}
 
     def test_a_replay_goes_on_with_the_same_tokens(self) -> None:
         runner = FakeRunner()
@@ -136,7 +142,7 @@ class TestTokens:
         for i in range(12):
             engine.add(request(f"r{i}", 20 + i, 10), GENERATE)
         run(engine)
-        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "replay": 0}
+        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "revoked": 0, "replay": 0}
         assert engine.load().preemptions == 0
 
     def test_a_model_that_yields_no_token_ends_the_request_only(self) -> None:
@@ -450,7 +456,7 @@ class TestTickets:
         engine.release_ticket("t")  # late: the ticket is gone, the sequence stays
         assert tokens_of(run(engine), spec) == oracle(here, spec)[0]
         assert here.computed == 19, "a decode worker computes generated tokens only"
-        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "replay": 0}
+        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "revoked": 0, "replay": 0}
         assert_empty(engine)
         assert_empty(source)
 

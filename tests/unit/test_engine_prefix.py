@@ -56,7 +56,7 @@ class TestHits:
         assert cached_tokens(engine, request("b", prompt_of(0, length)), kind) == cached
         assert runner.computed - before == length - cached + (7 if kind is GENERATE else 0)
         assert engine.load().cached_tokens == cached
-        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "replay": 0}
+        assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "revoked": 0, "replay": 0}
         at_rest(engine)
 
     def test_as_far_as_the_prompts_agree(self) -> None:

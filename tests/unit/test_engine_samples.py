@@ -51,7 +51,7 @@ def test_one_prefill_and_the_tokens_of_requests_of_their_own(prompt: int, n: int
     check(runner, spec, tokens)
     assert len({tuple(tokens_of(tokens, sample)) for sample in spec.samples}) == n, "samples that do not differ"
     assert runner.computed == prompt + n * 7
-    assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "replay": 0}
+    assert engine.load().recomputed_tokens == {"preempt": 0, "rebuild": 0, "revoked": 0, "replay": 0}
     at_rest(engine)
 
 

@@ -165,7 +165,7 @@ def test_everything_on_the_wire_round_trips() -> None:
         logprobs=0,
         prompt_logprobs=5,
     )
-    spec = replace(spec, params=shaped)
+    spec = replace(spec, params=shaped, revoked=True)
     assert convert.spec_from_proto(convert.spec_to_proto(spec)) == spec
     logprobs = Logprobs(4, 2, (-0.5, -1.5), (1, 2, 3, 4), (-0.25, -0.5, -0.75, -1.0))
     assert convert.logprobs_from_proto(convert.logprobs_to_proto(logprobs)) == logprobs

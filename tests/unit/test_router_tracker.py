@@ -199,6 +199,35 @@ def test_a_refusal_is_no_replay() -> None:
     assert tracker.timeline.replays == 0
 
 
+@pytest.mark.parametrize("who", ["d0", "p0"])
+def test_a_ticket_that_is_taken_back_after_the_first_token_is_told_as_the_reason(who: str) -> None:
+    """Until something else loses what was computed: a refusal to compute it again does not, a worker's death does."""
+
+    def sent(route: Route) -> tuple[bool, bool]:
+        (effect,) = tracker.dispatch(route, 12.0)
+        assert isinstance(effect, SendGenerate)
+        return effect.spec.revoked, effect.spec.rebuild
+
+    tracker = make(max_tokens=9)
+    attempt = to_prefilling(tracker)
+    tracker.token("p0", attempt, 0, 7, None, now=11.0)
+    tracker.failed(who, attempt, FailureKind.BUSY, "revoked", 11.0)
+    assert sent(LOCAL) == (True, False)
+    tracker.failed("d0", tracker.attempt, FailureKind.BUSY, "draining", 12.0)
+    assert sent(LOCAL) == (True, False)
+    tracker.failed("d0", tracker.attempt, FailureKind.BROKEN, "died", 12.0)
+    assert sent(LOCAL) == (False, False)
+
+
+def test_a_ticket_that_is_taken_back_before_the_first_token_has_lost_nothing() -> None:
+    tracker = make()
+    attempt = to_prefilling(tracker)
+    tracker.failed("d0", attempt, FailureKind.BUSY, "revoked", 11.0)
+    (effect,) = tracker.dispatch(DISAGGREGATED, 12.0)
+    assert isinstance(effect, SendReserve)
+    assert not effect.spec.revoked
+
+
 def test_an_invalid_request_is_not_retried() -> None:
     tracker = make()
     to_prefilling(tracker)
