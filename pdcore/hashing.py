@@ -2,7 +2,7 @@
 
 ::
 
-    root            = H(model digest, adapter, salt)
+    root            = H(model digest, salt)
     name of block 0 = H(root, tokens of block 0)
     name of block i = H(name of block i - 1, tokens of block i)
 
@@ -23,17 +23,18 @@ HASH_BYTES = 16
 _ROOT = b"pdserve.root"  # personalises the root's hash, so that no root is ever the name of a block
 
 
-def chain_root(model_digest: str, adapter: str = "", salt: str = "") -> bytes:
+def chain_root(model_digest: str, salt: str = "") -> bytes:
     """What the first block's name is chained to; HASH_BYTES long.
 
     Args:
-        model_digest: see `pdcore.types.KvGeometry`. adapter: identity of what was added to the model's weights.
+        model_digest: see `pdcore.types.KvGeometry`. It is taken from the weights as they are computed with, so an
+            adapter that was merged into them makes another model; a worker has no others.
         salt: requests with different salts never share KV, nor learn from its timing what others have asked.
     """
     digest = blake2b(digest_size=HASH_BYTES, person=_ROOT)
-    for text in (model_digest, adapter, salt):
+    for text in (model_digest, salt):
         raw = text.encode()
-        # With its length in front, so that no two triples run together to the same bytes.
+        # With its length in front, so that no two pairs run together to the same bytes.
         digest.update(struct.pack("<Q", len(raw)) + raw)
     return digest.digest()
 

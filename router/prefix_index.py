@@ -1,6 +1,6 @@
 """Which worker holds how much of a prompt, as its events tell and as was just sent to it. Pure.
 
-Names of blocks are those of `pdcore.hashing`: one stands for a block and all before it, for model, adapter and salt,
+Names of blocks are those of `pdcore.hashing`: one stands for a block and all before it, for model and salt,
 so what must be kept apart has names apart. That goes for block sizes too: a prompt has a list of names for each.
 
 A worker's cache is *closed*: with a block it holds all blocks before it. So for each worker the names of a prompt are

@@ -67,7 +67,17 @@ class LlamaConfig:
 
 
 def read_raw_config(folder: Path) -> dict[str, Any]:
-    """The contents of a Hugging Face folder's ``config.json``. Raises `ModelError` if it is missing or malformed."""
+    """The contents of a Hugging Face folder's ``config.json``.
+
+    Raises:
+        ModelError: it is missing or malformed.
+        UnsupportedModel: the folder holds an adapter beside, which would not be applied.
+    """
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        raise UnsupportedModel(
+            f"{adapter}: adapters are not applied; merge it into the model's weights, and remove it"
+        )
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())

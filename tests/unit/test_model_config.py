@@ -17,7 +17,8 @@ from engine.models.config import LlamaConfig as LlamaArchitecture
 from engine.models.config import parse_config
 from engine.models.rope import rope_tables
 from pdcore.config import EngineConfig
-from pdcore.errors import ConfigError, ModelError
+from pdcore.errors import ConfigError, ModelError, UnsupportedModel
+from pdcore.hashing import block_hashes, chain_root
 from tests.support.tiny_model import tiny_llama
 
 BASE: dict[str, Any] = {
@@ -123,6 +124,22 @@ def test_digest_tells_models_apart(tmp_path: Path) -> None:
     # The type is the geometry's: KV of one model may be converted.
     narrow = load_runner(engine_config(tmp_path / "a", dtype="bfloat16"))
     assert (narrow.model.digest, narrow.geometry.dtype) == (base, "bfloat16")
+
+
+def test_an_adapter_is_a_model_of_its_own(tmp_path: Path) -> None:
+    """Merged into the weights it changes the digest, and with it the names of all blocks; else it is refused."""
+    base = load_runner(engine_config(tiny_llama(tmp_path))).model.digest
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    query = tensors["model.layers.1.self_attn.q_proj.weight"]
+    query += 1e-3 * torch.randn(query.shape[0], 1) @ torch.randn(1, query.shape[1])
+    save_file(tensors, weights)
+    merged = load_runner(engine_config(tmp_path)).model.digest
+    names = [block_hashes(chain_root(digest), range(16), 16)[0] for digest in (base, merged)]
+    assert names[0] != names[1]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match="merge it"):
+        load_runner(engine_config(tmp_path))
 
 
 def test_model_info_and_geometry(tmp_path: Path) -> None:
