@@ -3,7 +3,7 @@
 ==============================  =========  ==========  ============
 setting                          latency    balanced    throughput
 ==============================  =========  ==========  ============
-scheduler.max_num_batched_tokens  128        128         512
+scheduler.max_num_batched_tokens  96         128         512
 scheduler.prefill_chunk_tokens    64         128         512
 scheduler.max_num_seqs            32         64          128
 scheduler.max_partial_prefills    2          4           8
@@ -12,9 +12,10 @@ scheduler.target_itl_ms           60         0 (off)     0 (off)
 router.max_running_per_worker     32         64          128
 ==============================  =========  ==========  ============
 
-*latency*: short chunks, few streams, and steps that are cut to what keeps running streams flowing. *throughput*: the
-weights are read for as many tokens at once as is of use, whatever a single stream sees of it. The figures are for
-CPUs, where one core computes 128 tokens of a small model in a second or less.
+*latency*: few streams, steps that hold all of them and one short chunk, and that are cut to what keeps running
+streams flowing. *balanced*: one longer chunk, or many streams and part of one. *throughput*: the weights are read for
+as many tokens at once as is of use, whatever a single stream sees of it. The figures are for CPUs, where one core
+computes 128 tokens of a small model in a second or less.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OBJECTIVES = (LATENCY, BALANCED, THROUGHPUT)
 
 SCHEDULER_DEFAULTS: Mapping[str, Mapping[str, int | float]] = {
     LATENCY: {
-        "max_num_batched_tokens": 128,
+        "max_num_batched_tokens": 96,
         "max_num_seqs": 32,
         "prefill_chunk_tokens": 64,
         "max_partial_prefills": 2,

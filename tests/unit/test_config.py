@@ -322,6 +322,10 @@ def test_codec_names_are_the_same_everywhere() -> None:
         assert set(codec.dtypes) == set(CODEC_DTYPES.get(codec.name, DTYPE_BYTES)), codec.name
 
 
+def _values(objective: str) -> list[int]:
+    return list(ROUTER_DEFAULTS[objective].values())
+
+
 class TestObjective:
     def test_it_sets_the_defaults_of_every_pool_and_of_the_router(self) -> None:
         for objective in OBJECTIVES:
@@ -350,8 +354,13 @@ class TestObjective:
             if key == "target_itl_ms":
                 assert latency > 0 == balanced == throughput
             else:
-                assert latency <= balanced <= throughput
-                assert latency < throughput
+                assert latency < balanced < throughput, key
+        assert all(low < middle < high for low, middle, high in zip(*map(_values, OBJECTIVES), strict=True))
+
+    def test_under_latency_a_step_holds_all_streams_and_a_chunk(self) -> None:
+        latency = SCHEDULER_DEFAULTS["latency"]
+        room = latency["max_num_batched_tokens"] - latency["max_num_seqs"]
+        assert room == latency["prefill_chunk_tokens"]
 
     def test_the_explanation_says_what_it_does(self) -> None:
         lines = to_yaml(
