@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from kv_transfer.frames import FrameLimits
 from kv_transfer.inbound import FrameJob, InboundStream, ReceiverCounters
 from kv_transfer.manifest import TicketRef
-from kv_transfer.messages import Committed, FrameAck, FrameNack, TicketRefused
+from kv_transfer.messages import Committed, FrameAck, FrameNack, Revocation, TicketRefused
 from kv_transfer.negotiation import GRPC
 from kv_transfer.receiving import (
     AckFrame,
@@ -92,6 +92,10 @@ class TicketDesk:
                     self._answer(job, FrameAck(job.ref, job.frame_index, job.total, held_s, job.work_s))
                 case RejectFrame(retryable, reason):
                     assert job is not None
+                    # The thread that took the ticket back may come to say so only after this: a rejected frame alone
+                    # would be a failure to the sender.
+                    if isinstance(reason, Revocation):
+                        self._tell(job.stream.number, TicketRefused(job.ref, reason))
                     self._answer(job, FrameNack(job.ref, job.frame_index, job.total, retryable, reason))
                 case ConfirmCommit(number, ref):
                     self._tell(number, Committed(ref))

@@ -28,6 +28,9 @@ from kv_transfer.receiving import (
 from pdcore.errors import TicketError
 from pdcore.types import RequestKey
 
+ENDS_KEPT = 1024
+"""Ended tickets of which is remembered how they ended, for senders that have not heard it yet."""
+
 
 class TicketTable:
     """All tickets of one receiver.
@@ -37,16 +40,22 @@ class TicketTable:
 
     Every method takes one event and returns what is to be done, in order. `DecodeFrame`, `ScatterFrame`, `AckFrame`
     and `RejectFrame` speak of the frame of the event; each offered frame gets exactly one of the last two.
+
+    Args:
+        ends_kept: tickets, the last ones that ended, that are answered truly. What names an older one is stale, which
+            is a failure to its sender, whereas a ticket that was taken back is nobody's. A slot may be used again
+            before the sender of its last ticket has heard of the end, and again after that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_kept: int = ENDS_KEPT) -> None:
+        self._ends_kept = ends_kept
         self._generation = 0
         self._sessions: dict[TicketRef, ReceiveSession] = {}
         self._by_key: dict[RequestKey, TicketRef] = {}
         self._free: list[int] = []
         self._slots = 0
-        # How each slot's last use ended, to answer what comes late: the manifests it was committed by, or a reason.
-        self._ends: dict[int, tuple[int, tuple[Manifest, ...] | str]] = {}
+        # How tickets ended, the oldest end first, to answer what comes late: the manifests of a commit, or a reason.
+        self._ends: dict[TicketRef, tuple[Manifest, ...] | str] = {}
 
     # --- the owner ------------------------------------------------------------------------------------------------
 
@@ -291,16 +300,16 @@ class TicketTable:
 
     def _committed_by(self, ref: TicketRef) -> tuple[Manifest, ...]:
         """The manifests that a ticket was committed by; empty if it was not, or is forgotten."""
-        generation, end = self._ends.get(ref.ticket_id, (0, ""))
-        return end if generation == ref.generation and isinstance(end, tuple) else ()
+        end = self._ends.get(ref)
+        return end if isinstance(end, tuple) else ()
 
     def _why(self, ref: TicketRef) -> str:
         """Why a ticket takes nothing."""
         session = self._sessions.get(ref)
         if session is not None:
             return session.end_reason or f"the ticket is {session.phase.value}"
-        generation, end = self._ends.get(ref.ticket_id, (0, ""))
-        if generation == ref.generation:
+        end = self._ends.get(ref)
+        if end is not None:
             return end if isinstance(end, str) else "the ticket is committed"
         if ref.ticket_id >= self._slots or ref.generation > self._generation:
             return f"ticket {ref.ticket_id} generation {ref.generation} was never granted"
@@ -344,7 +353,9 @@ class TicketTable:
         del self._sessions[session.ref]
         del self._by_key[session.key]
         self._free.append(session.ref.ticket_id)
-        self._ends[session.ref.ticket_id] = (session.ref.generation, end)
+        self._ends[session.ref] = end
+        if len(self._ends) > self._ends_kept:
+            del self._ends[next(iter(self._ends))]
 
     def check_integrity(self) -> None:
         """Asserts the table's own invariants."""
@@ -360,7 +371,7 @@ class TicketTable:
 
     def copy(self) -> TicketTable:
         """An independent table in the same state."""
-        twin = TicketTable()
+        twin = TicketTable(self._ends_kept)
         twin._generation = self._generation
         twin._sessions = {ref: session.copy() for ref, session in self._sessions.items()}
         twin._by_key = dict(self._by_key)
@@ -371,10 +382,7 @@ class TicketTable:
 
     def snapshot(self) -> tuple[object, ...]:
         """Hashable value of all that can still make a difference; texts and counters do not."""
-        ends = (
-            (slot, generation, end if isinstance(end, tuple) else None)
-            for slot, (generation, end) in sorted(self._ends.items(), key=lambda item: item[0])
-        )
+        ends = ((ref, end if isinstance(end, tuple) else None) for ref, end in self._ends.items())
         return (
             self._generation,
             tuple(session.snapshot() for _, session in sorted(self._sessions.items())),

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kv_transfer.assembly import FrameAssembler
 from kv_transfer.head_ranges import HeadRange
+from kv_transfer.inbound import FrameJob, InboundStream
 from kv_transfer.manifest import Coverage, FrameSpan, TicketRef
-from kv_transfer.messages import Piece
+from kv_transfer.messages import FrameNack, Piece, Revocation, TicketRefused
 from kv_transfer.planning import LEAST_TOKENS, Computing, FramePlanner
 from kv_transfer.receiving import CommitTicket, ConfirmCommit, RefuseTicket, RejectFrame, ReleaseTicket, Source
 from kv_transfer.session import (
@@ -35,7 +36,9 @@ from kv_transfer.session import (
     SendSession,
     Tick,
 )
+from kv_transfer.ticket_desk import TicketDesk
 from kv_transfer.tickets import TicketTable
+from pdcore.clock import ManualClock
 from pdcore.errors import FrameError, TicketError
 from pdcore.types import RequestKey
 
@@ -264,8 +267,9 @@ def test_coverage_refuses_what_is_outside_or_covered(span: FrameSpan) -> None:
     assert coverage.snapshot() == before
 
 
-def test_the_table_answers_what_comes_late() -> None:
-    table = TicketTable()
+@pytest.mark.parametrize("ends_kept", [1, 2])
+def test_the_table_answers_what_comes_late(ends_kept: int) -> None:
+    table = TicketTable(ends_kept)
 
     def grant(name: str) -> TicketRef:
         return table.grant(
@@ -302,10 +306,69 @@ def test_the_table_answers_what_comes_late() -> None:
     assert isinstance(table.manifest_arrived(manifest, SOURCE, 0.0)[0], ConfirmCommit)
     assert table.tick(9.9) == ()
     assert [type(effect) for effect in table.tick(10.0)] == [ReleaseTicket]
-    (refusal,) = table.manifest_arrived(manifest, SOURCE, 0.0)
-    assert isinstance(refusal, RefuseTicket)
-    assert "stale" in refusal.reason
+    (answer,) = table.manifest_arrived(manifest, SOURCE, 0.0)
+    if ends_kept == 1:
+        assert isinstance(answer, RefuseTicket)
+        assert "stale" in answer.reason
+    else:
+        assert answer == ConfirmCommit(1, first)
     table.check_integrity()
+
+
+@pytest.mark.parametrize("times", [0, 1, 2, 5])
+def test_who_comes_late_for_a_ticket_that_was_taken_back_hears_that_it_was(times: int) -> None:
+    """Its slot may have been used by others since, and they may have ended too: it is nobody's failure still."""
+    table = TicketTable()
+
+    def grant(name: str) -> TicketRef:
+        ref = table.grant(
+            key=RequestKey(name, 0),
+            router_id="router",
+            num_layers=1,
+            heads=SOURCE.heads,
+            token_start=0,
+            token_end=1,
+            lease_s=10.0,
+            now=0.0,
+        )
+        assert ref.ticket_id == 0, "the same slot"
+        return ref
+
+    first = grant("r")
+    table.release(RequestKey("r", 0), Revocation("no room"), failed=True)
+    for number in range(times):
+        grant(str(number))
+        table.release(RequestKey(str(number), 0), "some other end")
+    grant("last")
+    assert not table.frame_begins(first, SOURCE, 0.0)
+    refuse, reject = table.frame_offered(first, 0, source=SOURCE, wire_bytes=1, first_byte_at=0.0, now=0.0)
+    assert refuse == RefuseTicket(SOURCE.stream, first, "no room")
+    assert isinstance(refuse, RefuseTicket)
+    assert isinstance(refuse.reason, Revocation)
+    assert reject == RejectFrame(False, "no room")
+    assert table.open_tickets == 1, "who has the slot now is not touched"
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("reason", ["gone", Revocation("gone")])
+def test_a_rejected_frame_of_a_ticket_that_was_taken_back_does_not_come_as_a_failure(reason: str) -> None:
+    """The thread that took it back, and is to tell the sender, may be behind the one that answers the frame."""
+
+    class Push:
+        def __init__(self) -> None:
+            self.replies: list[object] = []
+
+        def reply(self, reply: object) -> None:
+            self.replies.append(reply)
+
+    push, desk = Push(), TicketDesk(ManualClock())
+    stream = desk.streams[1] = InboundStream(1, push, 0.0)  # type: ignore[arg-type]
+    desk.count_bytes(stream, 10)
+    desk.perform((RejectFrame(False, reason),), FrameJob(stream, REF, 0, 10, None, None, 0.0))
+    nack = FrameNack(REF, 0, 10, False, "gone")
+    told = [TicketRefused(REF, "gone"), nack] if isinstance(reason, Revocation) else [nack]
+    assert push.replies == told
+    assert all(isinstance(reply.reason, type(reason)) for reply in push.replies)  # type: ignore[attr-defined]
 
 
 def test_no_new_scatter_starts_once_a_ticket_is_ending() -> None:
