@@ -57,9 +57,7 @@ def displace(snapshot: SchedulerSnapshot, config: SchedulerConfig) -> list[Seque
     return in_the_end.by_whom() if counts[0] < counts[1] else []
 
 
-def _serve(
-    served: _Served, claims: Sequence[ClaimView], interactive: Sequence[SequenceView]
-) -> tuple[int, int]:
+def _serve(served: _Served, claims: Sequence[ClaimView], interactive: Sequence[SequenceView]) -> tuple[int, int]:
     """Serve claims and sequences that wait, each up to the first that cannot be; how many of either could."""
     first = next((i for i, claim in enumerate(claims) if not served.add(claim.blocks, claim.used)), len(claims))
     for number, view in enumerate(interactive):

@@ -49,9 +49,7 @@ class Releases:
     def last(self, view: SequenceView) -> list[int]:
         """Of its `shared`, the blocks that come free if it goes next."""
         holders, gone, kept = self._holders, self._gone, self._kept
-        return [
-            block for block in view.shared if gone.get(block, 0) + 1 == holders.get(block) and block not in kept
-        ]
+        return [block for block in view.shared if gone.get(block, 0) + 1 == holders.get(block) and block not in kept]
 
     def gain(self, view: SequenceView) -> int:
         """Blocks that come free if it goes next."""
