@@ -1,6 +1,12 @@
 """What a routing decision costs that looks for cached prefixes on every worker, on one core.
 
-    python -m benchmarks.router --workers 1000 --tokens 12000 --json build/router.json
+    python -m benchmarks.router decisions --workers 1000 --tokens 12000 --json build/router.json
+
+What the router costs and adds after that is measured by the others:
+
+    python -m benchmarks.router relay      tokens and messages for a second of its CPU, and how late they are
+    python -m benchmarks.router ttft       time to first token, beside the same workers driven without a router
+    python -m benchmarks.router prompts    other streams' tokens while prompts of 10,000 tokens are tokenised
 
 Simulated are the workers: nothing is computed and nothing is sent. Their caches are lists of names that fill up with
 conversations behind shared system prompts, and give up the oldest path when they are full, ends first, as an engine
@@ -32,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/en
 import numpy as np
 import psutil
 
+from benchmarks import router_prompts, router_relay, router_ttft
 from pdcore.clock import ManualClock
 from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
 from pdcore.step_time import StepTime
@@ -339,8 +346,7 @@ def measure(args: argparse.Namespace) -> Result:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=12_000, help="of every prompt")
     parser.add_argument("--capacity", type=int, default=4096, help="blocks in a worker's cache")
@@ -348,7 +354,9 @@ def main() -> None:
     parser.add_argument("--delay", type=int, default=1000, help="decisions until a worker announces its prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+
+
+def decisions(args: argparse.Namespace) -> None:
     result = measure(args)
     print(
         f"{result.workers} simulated workers with {args.capacity} blocks each: {result.entries:,} known blocks, "
@@ -370,6 +378,21 @@ def main() -> None:
     )
     if args.json:
         args.json.write_text(json.dumps(asdict(result), indent=2))
+
+
+def main() -> None:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    modes = parser.add_subparsers(required=True)
+    mine = modes.add_parser("decisions", description=__doc__, formatter_class=layout)
+    add_arguments(mine)
+    mine.set_defaults(run=decisions)
+    for name, module in (("relay", router_relay), ("ttft", router_ttft), ("prompts", router_prompts)):
+        mode = modes.add_parser(name, description=module.__doc__, formatter_class=layout)
+        module.add_arguments(mode)
+        mode.set_defaults(run=module.main)
+    args = parser.parse_args()
+    args.run(args)
 
 
 if __name__ == "__main__":
