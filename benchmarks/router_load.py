@@ -33,7 +33,7 @@ def text_tokens(model_path: Path) -> list[int]:
 def words(tokens: int, seed: int) -> str:
     """A text of about so many tokens, like no other of another seed."""
     draw = random.Random(seed)
-    nouns = "worker router token block cache ticket session prompt layer stream".split()
+    nouns = ["worker", "router", "token", "block", "cache", "ticket", "session", "prompt", "layer", "stream"]
     return " ".join(f"{draw.choice(nouns)} {draw.randrange(100)}" for _ in range(tokens // 4))
 
 

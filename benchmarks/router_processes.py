@@ -3,7 +3,7 @@
 The workers compute nothing. They speak the real session interface, and as an engine's their decode loop gives every
 running request one token a step and reports a step's tokens in one message. When each token was reported is noted.
 
-A child is told what to be in its first line of input, says when it is ready, and answers one line of JSON with another:
+A child is told what to be in its first line of input, says when it is ready, and answers each line of JSON with one:
 
     {"ask": "usage"}       -> {"cpu_s": user and system time of the process, by getrusage}
     {"ask": "reported"}    -> {"times": {request id: [seconds on the machine's monotonic clock, by token index]}}
@@ -26,7 +26,6 @@ from typing import Any
 
 from pdcore.config import RouterConfig
 from pdcore.types import ModelInfo, Role
-from protos import worker_pb2
 from router.service import RouterServer
 from tests.support.null_worker import NullWorker, _Job
 from tests.support.static_membership import StaticMembership

@@ -3,14 +3,14 @@
     python -m benchmarks.router relay --rate 6000     what a message with one token costs
     python -m benchmarks.router relay --rate 60000    more than that: tokens are put together
 
-`--rate` tokens a second come from null workers in a process of their own, in steps: every running request gets a token
-a step, and a decode worker reports its requests' tokens in one message. The router, alone in its process, turns them
-into text, looks for four stop strings, and writes each stream's messages. The load, in a third process, keeps messages
-as bytes. Late is a token by the time between the worker's step and its arrival at the client, all on one machine's
-clock: whatever waits on the way counts, workers' and clients' own delay too.
+`--rate` tokens a second come from null workers in a process of their own, in steps: every running request gets a
+token a step, and a decode worker reports its requests' tokens in one message. The router, alone in its process, turns
+them into text, looks for four stop strings, and writes each stream's messages. The load, in a third process, keeps
+messages as bytes. Late is a token by the time between the worker's step and its arrival at the client, all on one
+machine's clock: whatever waits on the way counts, workers' and clients' own delay too.
 
-CPU time is that of the whole process, all threads, by getrusage. If a process other than the router's has no time left
-(`of a core` near 1), its own delay is what is measured.
+CPU time is that of the whole process, all threads, by getrusage. If a process other than the router's has no time
+left (`of a core` near 1), its own delay is what is measured.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.router_load import Load, Stream, percentiles, shown, text_tokens
 from benchmarks.router_processes import cpu_s, router_child, workers_child
 from engine.model_store import resolve_model
 
+BEGIN_S = 60.0
 SETTLE_S = 2.0
 PROMPT_TOKENS = 16
 
@@ -55,6 +56,16 @@ class Result:
     late: dict[str, float]
 
 
+async def _all_begun(streams: list[Stream], tasks: list[asyncio.Task[Stream]]) -> None:
+    async with asyncio.timeout(BEGIN_S):
+        while not all(stream.messages for stream in streams):
+            for task in tasks:
+                if task.done():
+                    task.result()
+                    raise SystemExit("a stream has ended before its time")
+            await asyncio.sleep(0.05)
+
+
 async def _run(args: argparse.Namespace) -> Result:
     model_path = resolve_model(args.model).path
     tokens = text_tokens(model_path)
@@ -71,14 +82,10 @@ async def _run(args: argparse.Namespace) -> Result:
                 prompt = [300 + number, *range(300, 300 + PROMPT_TOKENS - 1)]
                 tasks.append(asyncio.create_task(load.stream(stream, prompt, 1 << 22)))
                 await asyncio.sleep(0.002)
+            await _all_begun(streams, tasks)
             await asyncio.sleep(SETTLE_S)
             gc.collect()
             gc.freeze()
-            empty = [stream.request_id for stream in streams if not stream.messages]
-            if empty:
-                for task in tasks:
-                    if task.done(): print(task.exception())
-                raise SystemExit(f"{len(empty)} streams have had nothing: {empty[:3]} ...")
             children = {"router": router, "workers": workers}
 
             async def used() -> dict[str, float]:

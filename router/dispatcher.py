@@ -72,14 +72,20 @@ class RunningRequest:
     def request_id(self) -> str:
         return self._active.tracker.request_id
 
-    async def take(self) -> Chunk:
+    async def ready(self) -> None:
+        """Until there is a chunk to take."""
+        await self._active.stream.ready()
+
+    def take(self) -> Chunk:
         """The next chunk; the one with the end is the last."""
-        return await self._active.stream.take()
+        return self._active.stream.take()
 
     def took(self, tokens: int) -> None:
         """The client has taken `tokens` more tokens."""
         active = self._active
-        self._dispatcher.perform(active, active.tracker.took(tokens))
+        effects = active.tracker.took(tokens)
+        if effects:
+            self._dispatcher.perform(active, effects)
 
     def cancel(self) -> None:
         """The client went away. No effect after the end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from protos import generation_pb2, generation_pb2_grpc
 from protos.convert import logprobs_to_proto, model_to_proto, stats_to_proto
 from router.api_keys import Door, tenant_of
 from router.dispatcher import Dispatcher, RunningRequest
+from router.load_meter import Pacer
 from router.logit_validation import check_token_ids
+from router.pacing import pause
 from router.stream import Chunk, Terminal
 from router.tokenizer import TextModel
 from router.tracker import Timeline
@@ -96,6 +99,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._door = door
         self._clock = clock
         self._calls: set[_Call] = set()
+        self._pacer = Pacer(clock.now())
 
     def caller(self, context: grpc.aio.ServicerContext) -> str | None:
         """The tenant whose key the call has; None where there are no keys. Raises Unauthenticated."""
@@ -162,14 +166,21 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, call: _Call, sample: int, context: grpc.aio.ServicerContext) -> None:
+        """Write a sample's chunks, each with all that is there by then, not faster than `router.pacing` has it."""
         running = call.samples[sample]
+        written_at = -math.inf
         while True:
-            chunk = await running.take()
+            await running.ready()
+            now = self._clock.now()
+            delay = pause(self._pacer.look(now), now - written_at)
+            if delay:
+                await asyncio.sleep(delay)
+            chunk = running.take()
             error = chunk.end.outcome.error if chunk.end is not None else None
             if error is None or chunk.token_ids or chunk.prompt_logprobs is not None:
                 event = _event(call.request_id, sample, chunk)
                 async with call.turn:
-                    call.writing_since = self._clock.now()
+                    call.writing_since = written_at = self._clock.now()
                     await context.write(event)
                     call.writing_since = None
                 running.took(len(chunk.token_ids))

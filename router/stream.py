@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdcore.logprobs import Logprobs, joined
@@ -24,7 +25,7 @@ class Terminal:
     timeline: Timeline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take three times as long to make
 class Chunk:
     """All that became known since the last chunk.
 
@@ -35,7 +36,7 @@ class Chunk:
     """
 
     index: int
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     text: str
     end: Terminal | None
     logprobs: Logprobs | None = None
@@ -57,7 +58,8 @@ class RequestStream:
         self._prompt_logprobs: list[Logprobs] = []
         self._taken = 0
         self._end: Terminal | None = None
-        self._changed = asyncio.Event()
+        self._news = False
+        self._reader: asyncio.Future[None] | None = None
 
     def push(self, token_id: int, hidden: bool, logprobs: Logprobs | None) -> bool:
         """See `router.tracker.TokenSink`."""
@@ -67,39 +69,55 @@ class RequestStream:
         text = self._text_stream.push(token_id, hidden)
         if text:
             self._text.append(text)
-        self._changed.set()
+        self._tell()
         return self._text_stream.stopped
 
     def push_prompt(self, logprobs: Logprobs) -> None:
         """See `router.tracker.TokenSink`."""
         self._prompt_logprobs.append(logprobs)
-        self._changed.set()
+        self._tell()
 
     def end(self, terminal: Terminal) -> None:
         """No more tokens come."""
         assert self._end is None, "a request ends once"
         self._end = terminal
-        self._changed.set()  # before the text, so that the reader is told whatever becomes of that
+        self._tell()  # before the text, so that the reader is told whatever becomes of that
         self._text.append(self._text_stream.finish())
 
-    async def take(self) -> Chunk:
-        """Wait for news, then take all of it. Not to be called after the chunk with the end."""
-        await self._changed.wait()
-        index = self._taken
-        prompt_logprobs, more = self._take_prompt()
-        if more:  # before any token
-            return Chunk(index, (), "", None, prompt_logprobs=prompt_logprobs)
-        self._changed.clear()
-        token_ids, self._token_ids = tuple(self._token_ids), []
+    async def ready(self) -> None:
+        """Wait for news. Not to be called after the chunk with the end."""
+        # By hand, since this is done for every message: an asyncio.Event has many waiters, and costs twice as much.
+        if not self._news:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+
+    def take(self) -> Chunk:
+        """All the news there are, or of a long prompt the next part."""
+        prompt_logprobs: Logprobs | None = None
+        if self._prompt_logprobs:
+            prompt_logprobs, more = self._take_prompt()
+            if more:  # before any token
+                return Chunk(self._taken, (), "", None, None, prompt_logprobs)
+        self._news = False
+        token_ids, self._token_ids = self._token_ids, []
         text, self._text = "".join(self._text), []
-        logprobs, self._logprobs = (joined(self._logprobs) if self._logprobs else None), []
+        logprobs: Logprobs | None = None
+        if self._logprobs:
+            logprobs, self._logprobs = joined(self._logprobs), []
+        index = self._taken
         self._taken += len(token_ids)
         return Chunk(index, token_ids, text, self._end, logprobs, prompt_logprobs)
 
-    def _take_prompt(self) -> tuple[Logprobs | None, bool]:
+    def _tell(self) -> None:
+        self._news = True
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def _take_prompt(self) -> tuple[Logprobs, bool]:
         """Log-probabilities of prompt tokens for the next chunk, and whether there are more."""
-        if not self._prompt_logprobs:
-            return None, False
         every = joined(self._prompt_logprobs)
         cut = every.start + PROMPT_TOKENS_AT_ONCE
         if cut >= every.end:

@@ -26,8 +26,11 @@ class Detokenizer(Protocol):
         ...
 
 
-class ByteDetokenizer:
-    """For tokenizers whose tokens are byte strings: byte-level BPE, and pieces with single bytes as a fallback.
+class TokenTexts:
+    """What the tokens of a tokenizer say, one by one, looked up once. For tokenizers whose tokens are byte strings.
+
+    `whole`: text of the tokens seen so far that are whole characters, wherever they stand but at the beginning. What
+    comes before such a token does not matter unless that is an unfinished character.
 
     Args:
         token_bytes: bytes of a token, None for special and unknown ones; the second argument says whether it stands
@@ -35,16 +38,45 @@ class ByteDetokenizer:
     """
 
     def __init__(self, token_bytes: Callable[[int, bool], bytes | None]) -> None:
+        self.whole: dict[int, str] = {}
         self._token_bytes = token_bytes
+        self._bytes: dict[tuple[int, bool], bytes | None] = {}
+
+    def bytes_of(self, token_id: int, at_start: bool) -> bytes | None:
+        """See `token_bytes`."""
+        key = (token_id, at_start)
+        if key not in self._bytes:
+            data = self._bytes[key] = self._token_bytes(token_id, at_start)
+            if data is not None and not at_start:
+                try:
+                    self.whole[token_id] = data.decode()
+                except UnicodeDecodeError:
+                    pass
+        return self._bytes[key]
+
+
+class ByteDetokenizer:
+    """For tokenizers whose tokens are byte strings: byte-level BPE, and pieces with single bytes as a fallback."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._whole = texts.whole
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
+        self._between_characters = False  # and not at the start
 
     def push(self, token_id: int) -> str:
-        data = self._token_bytes(token_id, self._at_start)
+        if self._between_characters:
+            text = self._whole.get(token_id)
+            if text is not None:
+                return text
+        data = self._texts.bytes_of(token_id, self._at_start)
         if data is None:
             return ""
         self._at_start = False
-        return self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        self._between_characters = not self._decoder.getstate()[0]
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -132,6 +164,11 @@ class StopMatcher:
         self._link()
         self._node = 0
         self._held = ""
+        self._begins = frozenset(self._edges[0])
+
+    def passes(self, piece: str) -> bool:
+        """Whether the next piece can be shown as it is: nothing is held back, and no stop string begins in it."""
+        return not self._node and self._begins.isdisjoint(piece)
 
     def feed(self, piece: str) -> StopScan:
         """Take the next piece. Do not call again after a match."""
@@ -222,7 +259,7 @@ class TextStream:
         return text
 
     def _scan(self, piece: str) -> str:
-        if self._matcher is None or not piece:
+        if self._matcher is None or self._matcher.passes(piece):
             return piece
         scan = self._matcher.feed(piece)
         self.stopped = scan.matched

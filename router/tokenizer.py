@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer
 from pdcore.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
 from router.structured import StructureCheck
-from router.text import ByteDetokenizer, Detokenizer, TextStream, WindowDetokenizer
+from router.text import ByteDetokenizer, Detokenizer, TextStream, TokenTexts, WindowDetokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +105,7 @@ class TextModel:
         }
         self._decoders = _decoder_types(tokenizer)
         self._byte_of = _byte_of_character()
-        # (token, at the start of the text, special ones are left out) -> its bytes, None if it has none; filled as
-        # tokens come.
-        self._bytes: dict[tuple[int, bool, bool], bytes | None] = {}
+        self._texts = {skip: TokenTexts(partial(self._token_bytes, skip)) for skip in (False, True)}
         self._anchor = next(iter(tokenizer.encode("a", add_special_tokens=False).ids), None)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
         self.structures = StructureCheck(tokenizer.to_str, next(iter(end_token_ids), None))
@@ -215,31 +214,26 @@ class TextModel:
         return TextStream(self.detokenizer(skip_special), stops, include_stop=include_stop, min_tokens=min_tokens)
 
     def detokenizer(self, skip_special: bool = True) -> Detokenizer:
-        if "ByteLevel" in self._decoders:
-            return ByteDetokenizer(
-                lambda token_id, _: self._cached_bytes(token_id, False, skip_special, byte_level=True)
-            )
-        if "ByteFallback" in self._decoders and self._anchor is not None:
-            return ByteDetokenizer(
-                lambda token_id, start: self._cached_bytes(token_id, start, skip_special, byte_level=False)
-            )
+        if self._has_byte_tokens:
+            return ByteDetokenizer(self._texts[skip_special])
         return WindowDetokenizer(lambda token_ids: self._decode(token_ids, skip_special))
+
+    @property
+    def _has_byte_tokens(self) -> bool:
+        return "ByteLevel" in self._decoders or ("ByteFallback" in self._decoders and self._anchor is not None)
 
     def _decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
 
-    def _cached_bytes(self, token_id: int, start: bool, skip_special: bool, *, byte_level: bool) -> bytes | None:
-        key = (token_id, start, skip_special)
-        if key not in self._bytes:
-            special = token_id in self._special
-            token = None if special and skip_special else self._tokenizer.id_to_token(token_id)
-            if token is None:
-                self._bytes[key] = None
-            elif byte_level:
-                self._bytes[key] = self._byte_level_bytes(token)
-            else:
-                self._bytes[key] = token.encode() if special else self._piece_bytes(token, token_id, start)
-        return self._bytes[key]
+    def _token_bytes(self, skip_special: bool, token_id: int, start: bool) -> bytes | None:
+        """See `TokenTexts`."""
+        special = token_id in self._special
+        token = None if special and skip_special else self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return None
+        if "ByteLevel" in self._decoders:
+            return self._byte_level_bytes(token)
+        return token.encode() if special else self._piece_bytes(token, token_id, start)
 
     def _byte_level_bytes(self, token: str) -> bytes:
         if all(character in self._byte_of for character in token):

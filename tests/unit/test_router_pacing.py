@@ -1,0 +1,140 @@
+"""When streams are put together, and that an idle one never waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdcore.clock import MonotonicClock
+from pdcore.types import FinishReason
+from protos import generation_pb2
+from router.effects import Outcome
+from router.generation_service import GenerationService, _Call
+from router.load_meter import LOOK_EVERY_S, Pacer, wanted_s
+from router.pacing import BUSY, IDLE, MAX_INTERVAL_S, next_interval, pause
+from router.stream import RequestStream, Terminal
+from router.text import TextStream
+from router.tracker import Timeline
+
+SHARES = st.floats(0.0, 4.0)
+
+
+@given(st.lists(SHARES, max_size=50))
+def test_the_interval_is_bounded_and_nothing_while_the_router_is_idle(shares: list[float]) -> None:
+    interval = 0.0
+    for share in shares:
+        longer = next_interval(interval, share)
+        assert 0.0 <= longer <= MAX_INTERVAL_S
+        assert (longer > interval) == (share > BUSY and interval < MAX_INTERVAL_S)
+        assert share >= IDLE or longer <= interval / 2
+        interval = longer
+    for _ in range(10):
+        interval = next_interval(interval, 0.0)
+    assert interval == 0.0
+
+
+@pytest.mark.parametrize("tokens_per_s", [1_000, 8_000, 20_000, 40_000])
+def test_it_settles_where_the_router_has_time_left(tokens_per_s: int) -> None:
+    """A router to which a token costs 8 us and a message 80 us, and that has 256 streams."""
+    interval, seen = 0.0, []
+    for _ in range(40):
+        messages_per_s = min(tokens_per_s, 256 / interval if interval else math.inf)
+        busy = min(1.0, 8e-6 * tokens_per_s + 80e-6 * messages_per_s)
+        seen.append(interval)
+        interval = next_interval(interval, busy)
+    assert set(seen[-10:]) == {interval}  # it does not swing
+    assert busy <= max(BUSY, 8e-6 * tokens_per_s + 80e-6 * 256 / MAX_INTERVAL_S)
+    assert interval == 0.0 or tokens_per_s > 8_000
+
+
+def test_who_was_written_nothing_for_an_interval_does_not_wait() -> None:
+    assert pause(0.04, math.inf) == 0.0
+    assert pause(0.04, 0.04) == 0.0
+    assert pause(0.04, 0.01) == pytest.approx(0.03)
+    assert pause(0.0, 0.0) == 0.0
+
+
+def test_the_share_is_of_the_time_since_the_last_look() -> None:
+    wanted = iter([5.0, 5.06, 5.06])
+    pacer = Pacer(100.0, lambda: next(wanted))
+    assert pacer.look(100.0 + LOOK_EVERY_S / 2) == 0.0  # too early to look
+    assert pacer.look(100.06) > 0.0  # all of the time
+    assert pacer.look(100.2) == 0.0  # none of it
+
+
+def test_time_is_wanted_while_the_thread_runs() -> None:
+    began = wanted_s()
+    while wanted_s() == began:
+        pass
+    assert wanted_s() > began
+
+
+class Letters:
+    def push(self, token_id: int) -> str:
+        return chr(97 + token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+class Running:
+    """A request that the test makes tokens for."""
+
+    def __init__(self) -> None:
+        self.stream = RequestStream(TextStream(Letters(), ()))
+        self.ready: Callable[[], Awaitable[None]] = self.stream.ready
+        self.take = self.stream.take
+        self.taken = 0
+
+    def took(self, tokens: int) -> None:
+        self.taken += tokens
+
+    def cancel(self) -> None: ...
+
+
+class Written:
+    """A client's end."""
+
+    def __init__(self) -> None:
+        self.events: list[generation_pb2.GenerateEvent] = []
+
+    async def write(self, event: generation_pb2.GenerateEvent) -> None:
+        self.events.append(event)
+
+
+class Always(Pacer):
+    def look(self, now: float) -> float:
+        return 0.05
+
+
+async def many_turns() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_tokens_of_an_interval_are_one_message_and_the_first_after_a_rest_comes_at_once() -> None:
+    service = GenerationService.__new__(GenerationService)
+    service._clock, service._pacer = MonotonicClock(), Always(0.0)
+    running, client = Running(), Written()
+    call = _Call("r", [running], asyncio.current_task())  # type: ignore[list-item, arg-type]
+    stream = asyncio.create_task(service._stream(call, 0, client))  # type: ignore[arg-type]
+    for first in (0, 3):
+        running.stream.push(first, False, None)
+        await many_turns()
+        assert [list(event.token_ids) for event in client.events][-1] == [first]  # nothing was written for a while
+        for token in (first + 1, first + 2):
+            running.stream.push(token, False, None)
+            await many_turns()
+        assert list(client.events[-1].token_ids) == [first]  # it waits
+        await asyncio.sleep(0.2)
+        assert list(client.events[-1].token_ids) == [first + 1, first + 2]
+    assert "".join(event.text for event in client.events) == "abcdef"
+    assert running.taken == 6
+    running.stream.end(Terminal(Outcome(FinishReason.LENGTH), 1, 6, Timeline(0.0)))
+    await asyncio.wait_for(stream, 5.0)
+    assert client.events[-1].HasField("end")
