@@ -21,6 +21,8 @@ import gc
 import json
 import time
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ import grpc
 from benchmarks.router_load import Load, Stream, percentiles, shown, text_tokens
 from benchmarks.router_processes import cpu_s, router_child, workers_child
 from engine.model_store import resolve_model
+from protos import generation_pb2
 
 BEGIN_S = 60.0
 SETTLE_S = 2.0
@@ -56,7 +59,8 @@ class Result:
     late: dict[str, float]
 
 
-async def _all_begun(streams: list[Stream], tasks: list[asyncio.Task[Stream]]) -> None:
+async def all_begun(streams: list[Stream], tasks: list[asyncio.Task[Stream]]) -> None:
+    """Until each stream has had something."""
     async with asyncio.timeout(BEGIN_S):
         while not all(stream.messages for stream in streams):
             for task in tasks:
@@ -82,7 +86,7 @@ async def _run(args: argparse.Namespace) -> Result:
                 prompt = [300 + number, *range(300, 300 + PROMPT_TOKENS - 1)]
                 tasks.append(asyncio.create_task(load.stream(stream, prompt, 1 << 22)))
                 await asyncio.sleep(0.002)
-            await _all_begun(streams, tasks)
+            await all_begun(streams, tasks)
             await asyncio.sleep(SETTLE_S)
             gc.collect()
             gc.freeze()
@@ -104,31 +108,41 @@ async def _run(args: argparse.Namespace) -> Result:
     return _result(streams, reported, start, end, {name: after[name] - before[name] for name in after})
 
 
+def within(stream: Stream, start: float, end: float) -> Iterator[tuple[float, generation_pb2.GenerateEvent]]:
+    """The stream's messages that came in that time, each with when it did."""
+    first, last = bisect_left(stream.came, start), bisect_left(stream.came, end)
+    for came, message in zip(stream.came[first:last], stream.messages[first:last], strict=True):
+        yield came, generation_pb2.GenerateEvent.FromString(message)
+
+
+def lateness(
+    streams: Sequence[Stream], reported: Mapping[str, Sequence[float]], start: float, end: float
+) -> list[float]:
+    """Seconds between report and arrival of each token that came in that time."""
+    return [
+        came - reported[stream.request_id][event.token_index + number]
+        for stream in streams
+        for came, event in within(stream, start, end)
+        for number in range(len(event.token_ids))
+    ]
+
+
 def _result(
     streams: list[Stream], reported: dict[str, list[float]], start: float, end: float, used: dict[str, float]
 ) -> Result:
-    messages = single = tokens = 0
-    late: list[float] = []
-    for stream in streams:
-        times = reported[stream.request_id]
-        first, last = bisect_left(stream.came, start), bisect_left(stream.came, end)
-        for came, event in zip(stream.came[first:last], stream.parsed()[first:last], strict=True):
-            messages += 1
-            count = len(event.token_ids)
-            single += count == 1
-            tokens += count
-            late += [came - times[event.token_index + number] for number in range(count)]
+    counts = Counter(len(event.token_ids) for stream in streams for _, event in within(stream, start, end))
+    messages, tokens = counts.total(), sum(count * times for count, times in counts.items())
     return Result(
         streams=len(streams),
         seconds=end - start,
         tokens=tokens,
         messages=messages,
-        single=single,
+        single=counts[1],
         cpu={name: seconds / (end - start) for name, seconds in used.items()},
         tokens_per_cpu_s=tokens / used["router"],
         messages_per_cpu_s=messages / used["router"],
         tokens_per_message=tokens / messages,
-        late=percentiles(late),
+        late=percentiles(lateness(streams, reported, start, end)),
     )
 
 

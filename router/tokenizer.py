@@ -1,20 +1,18 @@
 """A model folder as the router needs it: tokenizer, chat template, end tokens and generation defaults.
 
-Workers speak token ids only. Tokenising and rendering run in a small thread pool, off the event loop.
+Workers speak token ids only. Tokenising and rendering run in a few threads, off the event loop; see `TextThreads`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -22,12 +20,14 @@ from pdcore.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
 from router.structured import StructureCheck
 from router.text import ByteDetokenizer, Detokenizer, TextStream, TokenTexts, WindowDetokenizer
+from router.text_threads import TextThreads
 
 logger = logging.getLogger(__name__)
 
-THREADS = 2
 SLICE_CHARS = 64 << 10
 """Characters that a thread tokenises at once of a text that may be too long; about 0.1 s."""
+CHARS_PER_TOKEN = 4
+"""About; to tell how long decoding takes."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 # Settings of a generation_config.json that change what transformers would generate, and that nothing here does; with
@@ -54,7 +54,6 @@ _NOT_HONOURED: dict[str, object] = {
     "suppress_tokens": [],
     "typical_p": 1.0,
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class TextModel:
         self._byte_of = _byte_of_character()
         self._texts = {skip: TokenTexts(partial(self._token_bytes, skip)) for skip in (False, True)}
         self._anchor = next(iter(tokenizer.encode("a", add_special_tokens=False).ids), None)
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+        self._threads = TextThreads()
         self.structures = StructureCheck(tokenizer.to_str, next(iter(end_token_ids), None))
 
     @classmethod
@@ -132,7 +131,7 @@ class TextModel:
 
     def close(self) -> None:
         """Stop the threads; what is queued there is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
         self.structures.close()
 
     @property
@@ -152,7 +151,7 @@ class TextModel:
                 still have more.
         """
         await self._refuse_too_long("prompt", text, max_tokens)
-        return await self._run(lambda: self._encode(text, add_special_tokens=True))
+        return await self._threads.run(len(text), lambda: self._encode(text, add_special_tokens=True))
 
     async def tokenize_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message.
@@ -162,16 +161,17 @@ class TextModel:
         """
         template = self._chat_template
         assert template is not None, "validated before"
-        text = await self._run(lambda: template.render(messages))
+        chars = sum(len(text) for message in messages for text in message.values())
+        text = await self._threads.run(chars, lambda: template.render(messages))
         await self._refuse_too_long("chat", text, max_tokens)
-        return await self._run(lambda: self._encode(text, add_special_tokens=False))
+        return await self._threads.run(len(text), lambda: self._encode(text, add_special_tokens=False))
 
     async def _refuse_too_long(self, field: str, text: str, max_tokens: int) -> None:
         """Count the tokens of a long text slice by slice, and stop at too many.
 
         A text that passes is tokenised again as a whole, since a cut may change the tokens around it. Around one cut
         they are at most those that one token's characters make by themselves: that many are not counted. Every slice
-        is a turn of its own in the thread pool, so that others get theirs in between.
+        is a turn of its own in the threads, so that others get theirs in between.
         """
         if len(text) <= SLICE_CHARS:
             return
@@ -179,7 +179,8 @@ class TextModel:
         while start < len(text):
             stop = _cut(text, start)
             piece = text[start:stop]
-            ids = await self._run(lambda: self._encode(piece, add_special_tokens=False))  # noqa: B023  # awaited here
+            encode = partial(self._encode, piece, add_special_tokens=False)
+            ids = await self._threads.run(len(piece), encode)
             count += max(0, len(ids) - self.max_token_chars)
             if count > max_tokens:
                 raise InvalidRequest(
@@ -196,11 +197,14 @@ class TextModel:
     async def tokenize_words(self, words: Sequence[str]) -> list[list[int]]:
         """Token ids of each text by itself, with nothing around it."""
         encode = self._tokenizer.encode_batch_fast
-        return await self._run(lambda: [text.ids for text in encode(list(words), add_special_tokens=False)])
+        chars = sum(map(len, words))
+        return await self._threads.run(
+            chars, lambda: [text.ids for text in encode(list(words), add_special_tokens=False)]
+        )
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of whole outputs, special tokens skipped. Every id must be below the model's vocabulary size."""
-        return await self._run(lambda: self._decode(token_ids))
+        return await self._threads.run(CHARS_PER_TOKEN * len(token_ids), lambda: self._decode(token_ids))
 
     def stream(
         self,
@@ -249,9 +253,6 @@ class TextModel:
         anchor = self._anchor
         assert anchor is not None
         return self._decode([anchor, token_id])[len(self._decode([anchor])) :].encode()
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
 def _cut(text: str, start: int) -> int:
