@@ -20,7 +20,8 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ class SteppingWorker(NullWorker):
         self._loop = asyncio.create_task(self._steps())
         return await super().start()
 
+    async def stop(self) -> None:  # type: ignore[override]  # a method there as well
+        if self._loop is not None:
+            self._loop.cancel()
+        await self.crash()
+
     async def _decode(self, job: _Job) -> None:
         self._running.append((job, self.reported.setdefault(job.key.request_id, [])))
 
@@ -87,14 +93,20 @@ class SteppingWorker(NullWorker):
         self._running = going_on
 
 
-async def _be_router(order: Mapping[str, Any]) -> Callable[[], object]:
+@dataclass(frozen=True)
+class _Role:
+    reported: Callable[[], object]
+    stop: Callable[[], Awaitable[None]]
+
+
+async def _be_router(order: Mapping[str, Any]) -> _Role:
     router = RouterServer(RouterConfig(**order["config"]))
     await router.start()
     print(json.dumps({"address": router.address}), flush=True)
-    return dict
+    return _Role(dict, router.stop)
 
 
-async def _be_workers(order: Mapping[str, Any]) -> Callable[[], object]:
+async def _be_workers(order: Mapping[str, Any]) -> _Role:
     """`order`: model, tokens, step_s, and the numbers of prefill and decode workers."""
     model = ModelInfo(**order["model"])
     membership = StaticMembership()
@@ -108,18 +120,24 @@ async def _be_workers(order: Mapping[str, Any]) -> Callable[[], object]:
     membership.set([worker.description for worker in workers])
     addresses = {worker.worker_id: worker.address for worker in workers}
     print(json.dumps({"membership": membership.address, "workers": addresses}), flush=True)
-    return lambda: {request: times for worker in workers for request, times in worker.reported.items()}
+
+    async def stop() -> None:
+        for server in (membership, *workers):
+            await server.stop()
+
+    return _Role(lambda: {request: times for worker in workers for request, times in worker.reported.items()}, stop)
 
 
 async def _serve(order: Mapping[str, Any]) -> None:
-    reported = await {"router": _be_router, "workers": _be_workers}[order["be"]](order)
+    role = await {"router": _be_router, "workers": _be_workers}[order["be"]](order)
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
         if json.loads(line)["ask"] == "usage":
             print(json.dumps({"cpu_s": cpu_s()}), flush=True)
         else:
-            print(json.dumps({"times": reported()}), flush=True)
+            print(json.dumps({"times": role.reported()}), flush=True)
+    await role.stop()
 
 
 def cpu_s() -> float:
@@ -191,6 +209,7 @@ def router_child(model_path: Path, membership: str, **options: object) -> Child:
         "max_queue": 100_000,
         "max_running_per_worker": 100_000,
         "max_queued_prefill_tokens": 1 << 30,
+        "dead_after_s": 60.0,  # nobody dies here, and a busy machine shall not make it look so
         **options,
     }
     return Child("router", config=config)
@@ -198,8 +217,7 @@ def router_child(model_path: Path, membership: str, **options: object) -> Child:
 
 def workers_child(tokens: list[int], *, prefill: int, decode: int, step_s: float) -> Child:
     model = ModelInfo(SERVED_NAME, "0" * 16, max_model_len=1 << 24, vocab_size=1 << 17, dtype="float32")
-    fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
-    return Child("workers", model=fields, tokens=tokens, prefill=prefill, decode=decode, step_s=step_s)
+    return Child("workers", model=asdict(model), tokens=tokens, prefill=prefill, decode=decode, step_s=step_s)
 
 
 if __name__ == "__main__":

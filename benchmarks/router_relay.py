@@ -87,9 +87,9 @@ async def _run(args: argparse.Namespace) -> Result:
                 tasks.append(asyncio.create_task(load.stream(stream, prompt, 1 << 22)))
                 await asyncio.sleep(0.002)
             await all_begun(streams, tasks)
-            await asyncio.sleep(SETTLE_S)
-            gc.collect()
+            gc.collect()  # takes a third of a second, so not while messages count
             gc.freeze()
+            await asyncio.sleep(SETTLE_S)
             children = {"router": router, "workers": workers}
 
             async def used() -> dict[str, float]:

@@ -112,6 +112,7 @@ async def _run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
             stub = generation_pb2_grpc.GenerationStub(channel)
             gc.collect()
             gc.freeze()
+            used = await asyncio.to_thread(router.cpu_s)
             for number, prompt in enumerate(prompts):
                 took = {
                     "by hand": await _by_hand(decode, prefill, f"hand-{number}", prompt),
@@ -124,6 +125,8 @@ async def _run(args: argparse.Namespace) -> dict[str, dict[str, float]]:
                 if number >= WARM_UP:
                     for name, value in took.items():
                         seconds[name].append(value)
+            used = await asyncio.to_thread(router.cpu_s) - used
+    print(f"of the router's CPU for all three: {1000 * used / len(prompts):.2f} ms")
     return {name: percentiles(values) for name, values in seconds.items()}
 
 
