@@ -145,6 +145,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         # Fires however the call ends, also when this coroutine is stuck in a write.
         context.add_done_callback(lambda _: call.cancel())
         try:
+            await asyncio.sleep(0)  # what the request's worker is told first goes out before this does
             await context.send_initial_metadata(((REQUEST_ID_METADATA, checked.request_id),))
             await self._stream_all(call, context)
         except (grpc.aio.InternalError, grpc.aio.UsageError):

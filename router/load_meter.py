@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from router.pacing import next_interval
 
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_SCHEDSTAT = "/proc/thread-self/schedstat"
 LOOK_EVERY_S = 0.05
 
 
 def wanted_s() -> float:
     """Seconds for which the calling thread has run, or has waited for a processor if the system says that too."""
     try:
-        ran, waited = _SCHEDSTAT.read_bytes().split()[:2]
+        file = os.open(_SCHEDSTAT, os.O_RDONLY)
+        try:
+            ran, waited = os.read(file, 100).split()[:2]
+        finally:
+            os.close(file)
         return (int(ran) + int(waited)) / 1e9
     except (OSError, ValueError):  # another system, or one without these statistics
         return time.thread_time()
