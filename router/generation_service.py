@@ -27,6 +27,7 @@ from router.pacing import pause
 from router.stream import Chunk, Terminal
 from router.tokenizer import TextModel
 from router.tracker import Timeline
+from router.turns import Turns
 from router.validation import Limits, check_model, tokenize_input, validate
 from router.wire_errors import abort
 
@@ -100,6 +101,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._clock = clock
         self._calls: set[_Call] = set()
         self._pacer = Pacer(clock.now())
+        self._turns = Turns()
 
     def caller(self, context: grpc.aio.ServicerContext) -> str | None:
         """The tenant whose key the call has; None where there are no keys. Raises Unauthenticated."""
@@ -167,7 +169,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stream(self, call: _Call, sample: int, context: grpc.aio.ServicerContext) -> None:
-        """Write a sample's chunks, each with all that is there by then, not faster than `router.pacing` has it."""
+        """Write a sample's chunks, each with all that is there by then: when `router.pacing` has it, and in turn."""
         running = call.samples[sample]
         written_at = -math.inf
         while True:
@@ -176,6 +178,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             delay = pause(self._pacer.look(now), now - written_at)
             if delay:
                 await asyncio.sleep(delay)
+            await self._turns.turn()
             chunk = running.take()
             error = chunk.end.outcome.error if chunk.end is not None else None
             if error is None or chunk.token_ids or chunk.prompt_logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -20,6 +21,7 @@ from router.pacing import BUSY, IDLE, MAX_INTERVAL_S, next_interval, pause
 from router.stream import RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import Timeline
+from router.turns import Turns
 
 SHARES = st.floats(0.0, 4.0)
 
@@ -119,7 +121,7 @@ async def many_turns() -> None:
 
 async def test_the_tokens_of_an_interval_are_one_message_and_the_first_after_a_rest_comes_at_once() -> None:
     service = GenerationService.__new__(GenerationService)
-    service._clock, service._pacer = MonotonicClock(), Always(0.0)
+    service._clock, service._pacer, service._turns = MonotonicClock(), Always(0.0), Turns()
     running, client = Running(), Written()
     call = _Call("r", [running], asyncio.current_task())  # type: ignore[list-item, arg-type]
     stream = asyncio.create_task(service._stream(call, 0, client))  # type: ignore[arg-type]
@@ -138,3 +140,70 @@ async def test_the_tokens_of_an_interval_are_one_message_and_the_first_after_a_r
     running.stream.end(Terminal(Outcome(FinishReason.LENGTH), 1, 6, Timeline(0.0)))
     await asyncio.wait_for(stream, 5.0)
     assert client.events[-1].HasField("end")
+
+
+class Passes:
+    """Counts the passes of the event loop."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._handle = asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        self.count += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._next)
+
+    def stop(self) -> None:
+        self._handle.cancel()
+
+
+async def test_a_pass_has_so_many_turns_and_who_waits_longest_is_next() -> None:
+    turns, passes, had = Turns(at_once=4), Passes(), []
+
+    async def want(number: int) -> None:
+        await turns.turn()
+        had.append((passes.count, number))
+
+    tasks = [asyncio.create_task(want(number)) for number in range(30)]
+    await asyncio.sleep(0)
+    for cancelled in (tasks[9], tasks[10], tasks[11], tasks[12]):  # a whole pass of those that wait
+        cancelled.cancel()
+    await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10.0)
+    passes.stop()
+    assert [number for _, number in had] == [number for number in range(30) if not 9 <= number <= 12]
+    in_a_pass = Counter(count for count, _ in had)
+    assert max(in_a_pass.values()) == 4
+    assert len(in_a_pass) <= 8  # no turn is lost to those that went away
+
+
+async def test_nobody_waits_while_there_are_fewer_than_there_are_turns() -> None:
+    turns = Turns(at_once=4)
+    for _ in range(10):
+        for _ in range(4):
+            waits = turns.turn()
+            with pytest.raises(StopIteration):
+                waits.send(None)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+
+async def test_reports_are_read_while_many_streams_have_news() -> None:
+    """Fifty streams, of which one can be written in a pass, and a report for all of them every pass."""
+    service = GenerationService.__new__(GenerationService)
+    service._clock, service._pacer, service._turns = MonotonicClock(), Pacer(math.inf), Turns(at_once=1)
+    running, clients = [Running() for _ in range(50)], [Written() for _ in range(50)]
+    streams = []
+    for one, client in zip(running, clients, strict=True):
+        call = _Call("r", [one], asyncio.current_task())  # type: ignore[list-item, arg-type]
+        streams.append(asyncio.create_task(service._stream(call, 0, client)))  # type: ignore[arg-type]
+    for report in range(200):
+        for one in running:
+            one.stream.push(report % 26, False, None)
+        await asyncio.sleep(0)
+    for one in running:
+        one.stream.end(Terminal(Outcome(FinishReason.LENGTH), 1, 200, Timeline(0.0)))
+    await asyncio.wait_for(asyncio.gather(*streams), 10.0)
+    for client in clients:
+        tokens = [token for event in client.events for token in event.token_ids]
+        assert tokens == [report % 26 for report in range(200)]
+        assert len(client.events) <= 8  # of 50 tokens or so each, since that many passes went by
