@@ -1,7 +1,7 @@
 """How many tokens the router relays for a second of its CPU, and how late they are.
 
     python -m benchmarks.router relay --rate 6000     what a message with one token costs
-    python -m benchmarks.router relay --rate 60000    more than that: tokens are put together
+    python -m benchmarks.router relay --rate 40000    more than that: tokens are put together
 
 `--rate` tokens a second come from null workers in a process of their own, in steps: every running request gets a
 token a step, and a decode worker reports its requests' tokens in one message. The router, alone in its process, turns

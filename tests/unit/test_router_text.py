@@ -152,6 +152,35 @@ def test_stop_strings_equal_the_naive_search_however_the_text_is_cut(
     assert shown + ("" if matched else matcher.flush()) == expected
 
 
+class Pieces:
+    """A detokeniser whose tokens are pieces of a text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+
+    def push(self, token_id: int) -> str:
+        return self._pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4),
+    st.lists(st.text("abcc", max_size=5), max_size=12),
+)
+def test_pieces_without_the_beginning_of_a_stop_string_are_no_exception(stops: list[str], pieces: list[str]) -> None:
+    expected, stopped = naive_stop("".join(pieces), stops)
+    stream = TextStream(Pieces(pieces), stops)
+    shown = ""
+    for token_id in range(len(pieces)):
+        shown += stream.push(token_id)
+        if stream.stopped:
+            break
+    assert stream.stopped == stopped
+    assert shown + stream.finish() == expected
+
+
 def test_a_stop_string_over_several_tokens(model: TextModel) -> None:
     stream = model.stream(["END"])
     ids = model._tokenizer.encode("say EN EENDx").ids
