@@ -32,7 +32,8 @@ from router.policy import Mode, Route
 from router.prefixes import Prefixes, PromptNames, lacking
 from router.queue_pump import QueuePump
 from router.ranking import USES_PREFIXES
-from router.rebuild import FailedTransfer, TransferRates, after_failed_transfer, another_pair
+from router.rebuild import TransferRates
+from router.replay import Replays
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import FailureKind, RequestState, RequestTracker
@@ -42,8 +43,6 @@ from router.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
-MIN_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 0.5
 RECENT_IDS = 4096
 
 _FINISH = {
@@ -138,6 +137,15 @@ class Dispatcher:
             counters=self.counters,
             perform=self.perform,
             abandon=self._abandon,
+        )
+        self._replays = Replays(
+            self._queue,
+            self.pool,
+            self._rates,
+            self.counters,
+            clock,
+            perform=self.perform,
+            run_soon=self._pump.run_soon,
         )
         self._idle = asyncio.Event()
         self._idle.set()
@@ -484,85 +492,9 @@ class Dispatcher:
                     order = worker_pb2.Abort(request_id=key.request_id, attempt=key.attempt, reason=reason)
                     self.pool.send(worker_id, worker_pb2.SessionCommand(abort=order))
             case effects_of.Requeue():
-                self._requeue(active, effect)
+                self._replays.requeue(active, effect)
             case effects_of.Ended(outcome):
                 self._ended(active, outcome)
-
-    def _requeue(self, active: ActiveRequest, effect: effects_of.Requeue) -> None:
-        now = self._clock.now()
-        if active.branches and not self._regroup(active, effect, now):
-            return
-        active.trunk = None
-        not_before = now
-        if effect.counted:
-            self.counters.replays += 1
-            active.avoid = effect.pair or frozenset({effect.worker_id})
-            active.rebuild = False  # that was for the transfer that failed before; this may be a dead worker
-            if effect.pair:
-                self._transfer_failed(active, effect.pair)
-            # The first replay starts at once; if that fails too, haste does not help.
-            replays = active.tracker.timeline.replays
-            not_before += 0.0 if replays == 1 else _backoff(replays)
-        elif not active.local_only:
-            active.refusals += 1
-            active.refused[effect.worker_id] = now + _backoff(active.refusals)
-        else:
-            active.refusals += 1
-            not_before += 0.0 if active.refusals == 1 else _backoff(active.refusals)
-        log_event(
-            logging.WARNING if effect.counted else logging.DEBUG,
-            "request is run again" if effect.counted else "request was refused",
-            active,
-            worker=effect.worker_id,
-            attempt=active.tracker.attempt,
-            delivered=len(active.tracker.delivered),
-            because=effect.reason,
-        )
-        self._queue.put_back(active.entry, not_before)
-        self._pump.run_soon()
-
-    def _regroup(self, trunk: ActiveRequest, effect: effects_of.Requeue, now: float) -> bool:
-        """A trunk's attempt is lost. Its samples without a token wait for the next one; those that have one, from the
-        prefill worker, go on alone. False if there is none left to wait."""
-        kind = FailureKind.BROKEN if effect.counted else FailureKind.BUSY
-        if effect.pair:
-            kind = FailureKind.TRANSFER
-        waiting = False
-        for sample in trunk.branches:
-            tracker = sample.tracker
-            if sample.trunk is None or tracker.state is RequestState.ENDED:
-                continue
-            if tracker.delivered:
-                self.perform(sample, tracker.failed(effect.worker_id, tracker.attempt, kind, effect.reason, now))
-            else:
-                self.perform(sample, tracker.part())
-                waiting = True
-        if not waiting:
-            self.perform(trunk, trunk.tracker.dissolve(now))
-        return waiting
-
-    def _transfer_failed(self, active: ActiveRequest, pair: frozenset[str]) -> None:
-        """Another pair, or no transfer at all."""
-        tracker = active.tracker
-        active.failed_transfers += 1
-        tokens = tracker.prompt_tokens
-        decision = after_failed_transfer(
-            FailedTransfer(
-                failures=active.failed_transfers,
-                delivered=len(tracker.delivered),
-                tokens=tokens,
-                elsewhere=another_pair(pair, self.pool.snapshots()),
-                again=self._rates.again(tokens),
-                prefill_tokens_s=self._rates.decode_side_tokens_s,
-            )
-        )
-        if decision.rebuild:
-            active.rebuild = True
-            self.counters.rebuilds += 1
-            # The decode worker is as good as any: what failed is the way to it.
-            active.avoid = frozenset()
-        mode = "rebuild" if decision.rebuild else "elsewhere"
-        log_event(logging.INFO, "transfer has failed", active, next=mode, because=decision.reason)
 
     def _ended(self, active: ActiveRequest, outcome: effects_of.Outcome) -> None:
         tracker = active.tracker
@@ -656,7 +588,3 @@ def _parts(active: ActiveRequest, attempt: int) -> list[ActiveRequest]:
 
 def _failure_kind(failure: worker_pb2.RequestFailed) -> FailureKind:
     return _FAILURES.get(failure.code, FailureKind.BROKEN)
-
-
-def _backoff(times: int) -> float:
-    return float(min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** min(times - 1, 10)))
