@@ -358,6 +358,20 @@ class RouterSection(Section):
         description="requests on one decode worker at most",
     )
     max_replays: int = Field(default=3, ge=0, description="how often a request is run again after its worker died")
+    replay_share: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="replays of all requests together, as a share of the requests that start; more wait their turn",
+    )
+    replays_per_s: PositiveFloat = Field(
+        default=10.0, description="replays per second that there may be beside that share; ten seconds of it save up"
+    )
+    breaker_failures: int = Field(
+        default=5,
+        ge=1,
+        description="failures in a row until a worker gets nothing for a while that another one could take",
+    )
     client_stall_timeout_s: PositiveFloat = Field(
         default=120.0, description="seconds without the client taking a token until its request is cancelled"
     )

@@ -386,6 +386,8 @@ class RouterConfig:
             0 for what the worker computes in two steps.
         max_running_per_worker: requests on one decode worker at most.
         max_replays: how often a request is run again after worker deaths.
+        replay_share, replays_per_s: replays of all requests together, as a share of what starts, and without that.
+        breaker_failures: in a row on a worker, until it gets nothing for a while that another one can take.
         client_stall_timeout_s: seconds without the client taking a token until it is cancelled.
         worker_wait_s: seconds that requests wait while there is no worker that could take them; a restart takes as
             long as loading the model.
@@ -408,6 +410,9 @@ class RouterConfig:
     max_queued_prefill_tokens: int = 0
     max_running_per_worker: int = 64
     max_replays: int = 3
+    replay_share: float = 0.2
+    replays_per_s: float = 10.0
+    breaker_failures: int = 5
     client_stall_timeout_s: float = 120.0
     worker_wait_s: float = 60.0
     heartbeat_s: float = 0.5
@@ -436,6 +441,9 @@ class RouterConfig:
             "an integer >= 0",
         )
         _require(self.max_replays >= 0, "router.max_replays", self.max_replays, "an integer >= 0")
+        _require(0 <= self.replay_share <= 1, "router.replay_share", self.replay_share, "0 to 1")
+        _require(self.replays_per_s > 0, "router.replays_per_s", self.replays_per_s, "a number > 0")
+        _require(self.breaker_failures >= 1, "router.breaker_failures", self.breaker_failures, "an integer >= 1")
         _require(
             self.client_stall_timeout_s > 0,
             "router.client_stall_timeout_s",

@@ -7,6 +7,7 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import protos.membership_pb2
 import protos.worker_pb2
@@ -19,6 +20,30 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _CircuitState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CircuitStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_CircuitState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    CIRCUIT_STATE_UNSPECIFIED: _CircuitState.ValueType  # 0
+    CIRCUIT_STATE_CLOSED: _CircuitState.ValueType  # 1
+    CIRCUIT_STATE_OPEN: _CircuitState.ValueType  # 2
+    """it gets nothing that another worker could take"""
+    CIRCUIT_STATE_HALF_OPEN: _CircuitState.ValueType  # 3
+    """the next request tries it"""
+
+class CircuitState(_CircuitState, metaclass=_CircuitStateEnumTypeWrapper):
+    """Of the breaker that keeps requests from a worker that fails time and again."""
+
+CIRCUIT_STATE_UNSPECIFIED: CircuitState.ValueType  # 0
+CIRCUIT_STATE_CLOSED: CircuitState.ValueType  # 1
+CIRCUIT_STATE_OPEN: CircuitState.ValueType  # 2
+"""it gets nothing that another worker could take"""
+CIRCUIT_STATE_HALF_OPEN: CircuitState.ValueType  # 3
+"""the next request tries it"""
+Global___CircuitState: typing_extensions.TypeAlias = CircuitState
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):
@@ -88,6 +113,8 @@ class WorkerStatus(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     LOAD_FIELD_NUMBER: builtins.int
     LOAD_AGE_MS_FIELD_NUMBER: builtins.int
+    CIRCUIT_FIELD_NUMBER: builtins.int
+    LAST_FAILURE_FIELD_NUMBER: builtins.int
     state: protos.membership_pb2.WorkerState.ValueType
     connected: builtins.bool
     """the router has a live session"""
@@ -95,6 +122,9 @@ class WorkerStatus(google.protobuf.message.Message):
     """why not, if it has none"""
     load_age_ms: builtins.float
     """since the last report"""
+    circuit: Global___CircuitState.ValueType
+    last_failure: builtins.str
+    """that counted against it; empty if there was none"""
     @property
     def worker(self) -> protos.membership_pb2.WorkerDescription: ...
     @property
@@ -108,10 +138,12 @@ class WorkerStatus(google.protobuf.message.Message):
         problem: builtins.str = ...,
         load: protos.worker_pb2.Load | None = ...,
         load_age_ms: builtins.float = ...,
+        circuit: Global___CircuitState.ValueType = ...,
+        last_failure: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["load", b"load", "worker", b"worker"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connected", b"connected", "load", b"load", "load_age_ms", b"load_age_ms", "problem", b"problem", "state", b"state", "worker", b"worker"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["circuit", b"circuit", "connected", b"connected", "last_failure", b"last_failure", "load", b"load", "load_age_ms", b"load_age_ms", "problem", b"problem", "state", b"state", "worker", b"worker"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___WorkerStatus: typing_extensions.TypeAlias = WorkerStatus

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -44,6 +45,8 @@ class ActiveRequest:
         deadline: fires at the client's deadline; None without one.
         refused: workers that had no room, and until when they are not asked again.
         avoid: the worker of the last failure, or the pair of the last failed transfer. refusals: so far.
+        unfit: prefill workers that failed or refused; others compute the prompt, or the decode side does.
+        turn: when its last replay may start, by the budget of replays; seconds on the clock.
         failed_transfers: so far. rebuild: it goes on without a transfer.
         local_only: disaggregation was found impossible.
         branches: the samples of a trunk. trunk: of a sample; None once it goes on alone.
@@ -60,6 +63,8 @@ class ActiveRequest:
     deadline: asyncio.TimerHandle | None = None
     refused: dict[str, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()
+    unfit: frozenset[str] = frozenset()
+    turn: float = 0.0
     refusals: int = 0
     failed_transfers: int = 0
     rebuild: bool = False
@@ -71,6 +76,13 @@ class ActiveRequest:
     trunk: ActiveRequest | None = None
     group: SampleGroup | None = None
     joined: int = 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the client's deadline."""
+        if self.deadline is None:
+            return math.inf
+        return max(0.0, self.deadline.when() - asyncio.get_running_loop().time())
 
     @property
     def waits(self) -> bool:

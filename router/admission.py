@@ -185,7 +185,9 @@ class AdmissionQueue:
         state = self._book.look(waiting, len(self._running))
         for index in service_order(waiting, self.config, state):
             entry = self._entries[index]
-            may_start = entry.not_before <= now and not (urgent_wait and entry.priority is PriorityClass.BATCH)
+            if entry.not_before > now:
+                continue  # it waits by itself, for no room, and holds nobody up
+            may_start = not (urgent_wait and entry.priority is PriorityClass.BATCH)
             route = route_for(entry) if may_start else None
             if route is not None:
                 self._take(index)
@@ -196,9 +198,8 @@ class AdmissionQueue:
                 self._rate.started(now, still_waiting=bool(self._entries))
                 return Started(entry, route)
             passed.append(entry)
-            # Batch requests behind it would take what comes free. One that waits out a delay waits for no room.
-            waits_for_room = entry.priority is not PriorityClass.BATCH and may_start
-            urgent_wait |= waits_for_room and self.config.policy == "priority"
+            # Batch requests behind it would take what comes free.
+            urgent_wait |= entry.priority is not PriorityClass.BATCH and self.config.policy == "priority"
             if entry.passed >= self.max_passes or len(passed) >= self.look_ahead:
                 break
         # Whatever fits has been started: the batch is complete.

@@ -34,6 +34,7 @@ from router.queue_pump import QueuePump
 from router.ranking import USES_PREFIXES
 from router.rebuild import TransferRates
 from router.replay import Replays
+from router.retry import RetryBudget
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import FailureKind, RequestState, RequestTracker
@@ -122,6 +123,7 @@ class Dispatcher:
         self._groups: dict[str, SampleGroup] = {}  # by the id that their client knows
         self._last_attempts: OrderedDict[str, int] = OrderedDict()
         self._prefixes = Prefixes(clock, self.pool.numbers)
+        budget = RetryBudget(config.replay_share, config.replays_per_s, clock.now())
         self._pump = QueuePump(
             self._queue,
             self.pool,
@@ -135,6 +137,7 @@ class Dispatcher:
             links=self._links,
             no_route_grace_s=config.worker_wait_s,
             counters=self.counters,
+            first_start=lambda: budget.started(clock.now()),
             perform=self.perform,
             abandon=self._abandon,
         )
@@ -144,6 +147,7 @@ class Dispatcher:
             self._rates,
             self.counters,
             clock,
+            budget=budget,
             perform=self.perform,
             run_soon=self._pump.run_soon,
         )
@@ -328,7 +332,7 @@ class Dispatcher:
         self._prefixes.lost(client.worker_id)
         if client.worker_id in self.pool.numbers:
             self._links.forget(self.pool.numbers.take(client.worker_id))
-        self.pool.lost(client)
+        self.pool.lost(client, reason)
         for active in list(self._active.values()):
             with self._guard(active):
                 lost = active.tracker.worker_lost(client.worker_id, f"{client.worker_id}: {reason}", now)
@@ -486,11 +490,14 @@ class Dispatcher:
                 self.pool.send(worker_id, worker_pb2.SessionCommand(generate=generate))
             case effects_of.PrefillComputed(worker_id, key):
                 self.pool.prefill_computed(worker_id, key)
-            case effects_of.Release(worker_id, key, abort, reason):
-                self.pool.release(worker_id, key)
-                if abort:
+            case effects_of.Release(worker_id, key):
+                self.pool.release(worker_id, key, served=effect.served, peer=effect.peer)
+                if effect.abort:
+                    reason = effect.reason
                     order = worker_pb2.Abort(request_id=key.request_id, attempt=key.attempt, reason=reason)
                     self.pool.send(worker_id, worker_pb2.SessionCommand(abort=order))
+            case effects_of.WorkerFailed(worker_id, key, reason, pair):
+                self.pool.failed(worker_id, key, reason, pair)
             case effects_of.Requeue():
                 self._replays.requeue(active, effect)
             case effects_of.Ended(outcome):
@@ -499,6 +506,7 @@ class Dispatcher:
     def _ended(self, active: ActiveRequest, outcome: effects_of.Outcome) -> None:
         tracker = active.tracker
         self._queue.remove(tracker.request_id)
+        self._replays.ended(active)
         if active.deadline is not None:
             active.deadline.cancel()
         del self._active[tracker.request_id]

@@ -52,12 +52,30 @@ class PrefillComputed:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The attempt is over for `worker_id`, or was only planned there. With `abort` it must be told."""
+    """The attempt is over for `worker_id`, or was only planned there. With `abort` it must be told.
+
+    `served`: it has done what was asked of it. `peer`: the decode worker that has its KV, of a prefill worker.
+    """
 
     worker_id: str
     key: RequestKey
     abort: bool
     reason: str
+    served: bool = False
+    peer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFailed:
+    """An attempt was lost through `worker_id`, or by a transfer from the first to the second of `pair`.
+
+    Comes before what follows of it, and also if that is the end.
+    """
+
+    worker_id: str
+    key: RequestKey
+    reason: str
+    pair: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +107,6 @@ class Ended:
     outcome: Outcome
 
 
-Effect = SendReserve | SendPrefill | SendGenerate | SendCredit | PrefillComputed | Release | Requeue | Ended
+Effect = (
+    SendReserve | SendPrefill | SendGenerate | SendCredit | PrefillComputed | Release | WorkerFailed | Requeue | Ended
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from pdcore.clock import Clock
 from pdcore.errors import RequestError, Unavailable
@@ -32,6 +33,7 @@ class QueuePump:
         rates, links: what is known of KV transfers.
         counters: gets the decisions.
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
+        first_start: called for every request that starts and did not before.
         perform: carries out what a request's tracker decided. abandon: ends a request with an error.
     """
 
@@ -50,6 +52,7 @@ class QueuePump:
         links: Links,
         no_route_grace_s: float,
         counters: Counters,
+        first_start: Callable[[], None],
         perform: Callable[[ActiveRequest, Sequence[Effect]], None],
         abandon: Callable[[ActiveRequest, RequestError], None],
     ) -> None:
@@ -65,6 +68,7 @@ class QueuePump:
         self._links = links
         self._counters = counters
         self._no_route_grace_s = no_route_grace_s
+        self._first_start = first_start
         self._routes = 0
         self._perform = perform
         self._abandon = abandon
@@ -96,6 +100,8 @@ class QueuePump:
             started = self._queue.start_next(now, route_for)
             if started is None:
                 break
+            if not started.entry.again:
+                self._first_start()
             self.start(self._active[started.entry.request_id], started.route, now)
         for active, error in self._admission.overdue():
             self._abandon(active, error)
@@ -150,7 +156,11 @@ class QueuePump:
 
     def _route(self, active: ActiveRequest, now: float, held_back: frozenset[str] = frozenset()) -> Route | None:
         self._routes += 1
-        chosen = choose(self._asked(active, now, held_back), self._pool.fleet())
+        asked, shunned = self._asked(active, now, held_back), self._pool.health.shunned()
+        chosen = choose(replace(asked, exclude=asked.exclude | shunned), self._pool.fleet())
+        if shunned and isinstance(chosen, NoRoute) and not chosen.busy:
+            # None of the others could ever take it: rather one that fails than none.
+            chosen = choose(replace(asked, avoid=asked.avoid | shunned), self._pool.fleet())
         if isinstance(chosen, NoRoute):
             if chosen.busy:
                 active.no_route_since = None
@@ -209,7 +219,7 @@ class QueuePump:
             interactive=active.entry.priority is PriorityClass.INTERACTIVE,
             rebuild=active.rebuild,
             local_only=active.local_only,
-            exclude=held_back.union(worker for worker, until in active.refused.items() if until > now),
+            exclude=held_back.union(active.unfit, (w for w, until in active.refused.items() if until > now)),
             avoid=active.avoid,
             policy=self._policy,
             cached=self._prefixes.cached(active.names) if self._by_prefix(active) else None,

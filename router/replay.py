@@ -6,21 +6,24 @@ import logging
 from collections.abc import Callable, Sequence
 
 from pdcore.clock import Clock
+from pdcore.types import Role
 from router.active import ActiveRequest, Counters, log_event
 from router.admission import AdmissionQueue
 from router.effects import Effect, Requeue
 from router.rebuild import FailedTransfer, TransferRates, after_failed_transfer, another_pair
+from router.retry import REFUSED, REPLAYED, RetryBudget
 from router.tracker import FailureKind, RequestState
 from router.worker_pool import WorkerPool
 
-MIN_BACKOFF_S = 0.02
-MAX_BACKOFF_S = 0.5
+MAX_PREFILL_TRIES = 3
+"""Prefill workers that a request asks before the decode side computes its prompt."""
 
 
 class Replays:
     """Carries out `router.effects.Requeue`. Everything happens on one event loop.
 
     Args:
+        budget: of all requests together.
         perform: carries out what a request's tracker decided. run_soon: looks at the queue.
     """
 
@@ -32,6 +35,7 @@ class Replays:
         counters: Counters,
         clock: Clock,
         *,
+        budget: RetryBudget,
         perform: Callable[[ActiveRequest, Sequence[Effect]], None],
         run_soon: Callable[[], None],
     ) -> None:
@@ -39,6 +43,7 @@ class Replays:
         self._pool = pool
         self._rates = rates
         self._counters = counters
+        self._budget = budget
         self._clock = clock
         self._perform = perform
         self._run_soon = run_soon
@@ -55,15 +60,16 @@ class Replays:
             active.rebuild = False  # that was for the transfer that failed before; this may be a dead worker
             if effect.pair:
                 self._transfer_failed(active, effect.pair)
-            # The first replay starts at once; if that fails too, haste does not help.
-            replays = active.tracker.timeline.replays
-            not_before += 0.0 if replays == 1 else _backoff(replays)
-        elif not active.local_only:
-            active.refusals += 1
-            active.refused[effect.worker_id] = now + _backoff(active.refusals)
+            not_before = self._replay_at(active, now)
         else:
             active.refusals += 1
-            not_before += 0.0 if active.refusals == 1 else _backoff(active.refusals)
+            delay = REFUSED.delay_s(active.refusals, active.tracker.request_id, active.left_s)
+            if not active.local_only:
+                active.refused[effect.worker_id] = now + delay
+            elif active.refusals > 1:
+                not_before += delay
+        if effect.worker_id == active.tracker.prefill_worker and not effect.pair:
+            self._unfit(active, effect.worker_id)
         log_event(
             logging.WARNING if effect.counted else logging.DEBUG,
             "request is run again" if effect.counted else "request was refused",
@@ -71,10 +77,32 @@ class Replays:
             worker=effect.worker_id,
             attempt=active.tracker.attempt,
             delivered=len(active.tracker.delivered),
+            wait_s=round(not_before - now, 3),
             because=effect.reason,
         )
         self._queue.put_back(active.entry, not_before)
         self._run_soon()
+
+    def _replay_at(self, active: ActiveRequest, now: float) -> float:
+        """When its next replay may start. The first one need not wait; if that fails too, haste does not help."""
+        replays, delay = active.tracker.timeline.replays, 0.0
+        if replays > 1:
+            delay = REPLAYED.delay_s(replays - 1, active.tracker.request_id, active.left_s)
+        active.turn = self._budget.turn(now)
+        return max(active.turn, now + delay)
+
+    def _unfit(self, active: ActiveRequest, worker_id: str) -> None:
+        """A prefill worker failed or refused: another one computes the prompt, or, if there is none or some of them
+        have had their turn, the decode side. So a pool that is overloaded keeps nobody waiting."""
+        active.unfit |= {worker_id}
+        if len(active.unfit) >= MAX_PREFILL_TRIES:
+            active.unfit |= {worker.worker_id for worker in self._pool.snapshots() if worker.role is Role.PREFILL}
+
+    def ended(self, active: ActiveRequest) -> None:
+        """Whatever became of it."""
+        now = self._clock.now()
+        if active.turn > now:
+            self._budget.given_back(now)
 
     def _regroup(self, trunk: ActiveRequest, effect: Requeue, now: float) -> bool:
         """A trunk's attempt is lost. Its samples without a token wait for the next one; those that have one, from the
@@ -118,7 +146,3 @@ class Replays:
             active.avoid = frozenset()
         mode = "rebuild" if decision.rebuild else "elsewhere"
         log_event(logging.INFO, "transfer has failed", active, next=mode, because=decision.reason)
-
-
-def _backoff(times: int) -> float:
-    return float(min(MAX_BACKOFF_S, MIN_BACKOFF_S * 2 ** min(times - 1, 10)))

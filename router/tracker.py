@@ -21,6 +21,7 @@ from router.effects import (
     SendGenerate,
     SendPrefill,
     SendReserve,
+    WorkerFailed,
 )
 from router.policy import Route
 
@@ -196,6 +197,11 @@ class RequestTracker:
     def holders(self) -> frozenset[str]:
         """Workers that hold something of the request, or are planned to."""
         return frozenset(self._holders)
+
+    @property
+    def prefill_worker(self) -> str | None:
+        """Of the last attempt; None if it ran on one worker."""
+        return self._prefill
 
     @property
     def prompt_tokens(self) -> int:
@@ -413,7 +419,7 @@ class RequestTracker:
             case FailureKind.BROKEN:
                 return self._fail(worker_id, message, now)
             case FailureKind.TRANSFER:
-                pair = frozenset() if self._prefill is None else frozenset({self._prefill, self._decode})
+                pair = None if self._prefill is None else (self._prefill, self._decode)
                 return self._fail(worker_id, message, now, pair=pair)
 
     def worker_lost(self, worker_id: str, reason: str, now: float) -> Sequence[Effect]:
@@ -449,7 +455,10 @@ class RequestTracker:
     def _branched(self) -> Sequence[Effect]:
         """The branches are on their own. The workers know that the trunk is over; what a prefill worker still holds
         is theirs to release."""
-        effects = [Release(worker, self.key, abort=False, reason="branched") for worker in self._holders]
+        effects = [
+            Release(worker, self.key, False, "branched", True, self._decode if worker == self._prefill else "")
+            for worker in self._holders
+        ]
         self._holders = {}
         self.state = RequestState.ENDED
         self.outcome = Outcome(FinishReason.STOP)
@@ -505,7 +514,7 @@ class RequestTracker:
 
     def _release_prefill(self, effects: list[Effect]) -> None:
         if self._prefill is not None and self._holders.pop(self._prefill, None) is not None:
-            effects.append(Release(self._prefill, self.key, abort=False, reason="committed"))
+            effects.append(Release(self._prefill, self.key, False, "committed", served=True, peer=self._decode))
 
     def _paid(self, prefill: str, first: _Held, effects: list[Effect], now: float) -> Sequence[Effect]:
         """The prefill worker has reported its token: take it, then what was held back meanwhile."""
@@ -526,38 +535,42 @@ class RequestTracker:
             )
         return effects or _NOTHING
 
-    def _release_all(self, done: str | None, reason: str) -> list[Effect]:
+    def _release_all(self, done: str | None, reason: str, served: str = "") -> list[Effect]:
         """Take every holder out; all but `done` and those that were only planned must be told."""
         holders, self._holders = self._holders, {}
         return [
-            Release(worker_id, self.key, abort=sent and worker_id != done, reason=reason)
+            Release(worker_id, self.key, sent and worker_id != done, reason, served=worker_id == served)
             for worker_id, sent in holders.items()
         ]
 
     def _requeue(
-        self, worker_id: str, counted: bool, reason: str, *, done: bool = True, pair: frozenset[str] = frozenset()
+        self, worker_id: str, counted: bool, reason: str, *, done: bool = True, pair: tuple[str, str] | None = None
     ) -> list[Effect]:
         effects = self._release_all(worker_id if done else None, reason)
         self.state = RequestState.QUEUED
-        effects.append(Requeue(counted, worker_id, reason, pair))
+        effects.append(Requeue(counted, worker_id, reason, frozenset(pair or ())))
         return effects
 
     def _fail(
-        self, worker_id: str, reason: str, now: float, *, done: bool = True, pair: frozenset[str] = frozenset()
+        self, worker_id: str, reason: str, now: float, *, done: bool = True, pair: tuple[str, str] | None = None
     ) -> list[Effect]:
         """The attempt is lost through `worker_id`; `done`: it holds nothing any more."""
         self._revoked = False
+        failed = WorkerFailed(worker_id, self.key, reason, pair)
         if self.timeline.replays < self._max_replays:
             self.timeline.replays += 1
-            return self._requeue(worker_id, True, reason, done=done, pair=pair)
+            return [failed, *self._requeue(worker_id, True, reason, done=done, pair=pair)]
         error = ReplaysExhausted(f"given up after {self.timeline.replays} replays; the last failure: {reason}")
-        return self._end(Outcome(FinishReason.ERROR, error), now, done=worker_id if done else None)
+        return [failed, *self._end(Outcome(FinishReason.ERROR, error), now, done=worker_id if done else None)]
 
     def _end(self, outcome: Outcome, now: float, done: str | None = None) -> list[Effect]:
         if self.state is RequestState.ENDED:
             return []
         reason = outcome.finish.value if outcome.error is None else type(outcome.error).__name__
-        effects = self._release_all(done, reason)
+        served = ""
+        if outcome.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            served = self._decode if self.state is RequestState.DECODING else self._prefill or self._decode
+        effects = self._release_all(done, reason, served=served)
         self.state = RequestState.ENDED
         self.outcome = outcome
         self.timeline.ended = now

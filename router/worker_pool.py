@@ -12,11 +12,19 @@ from pdcore.errors import Unavailable
 from pdcore.types import ModelInfo, PriorityClass, RequestKey, Role
 from protos import admin_pb2, membership_pb2, worker_pb2
 from protos.convert import load_to_proto
+from router.breaker import BreakerPolicy, BreakerState
 from router.fleet import Fleet
 from router.snapshot import InFlight, WorkerSnapshot
 from router.validation import Limits
-from router.worker_client import RouterIdentity, SessionListener, SessionTiming, WorkerClient
+from router.worker_client import NO_LONGER_USED, RouterIdentity, SessionListener, SessionTiming, WorkerClient
+from router.worker_health import WorkerHealth
 from router.worker_sets import WorkerNumbers
+
+_CIRCUITS = {
+    BreakerState.CLOSED: admin_pb2.CIRCUIT_STATE_CLOSED,
+    BreakerState.OPEN: admin_pb2.CIRCUIT_STATE_OPEN,
+    BreakerState.HALF_OPEN: admin_pb2.CIRCUIT_STATE_HALF_OPEN,
+}
 
 
 @dataclass(slots=True)
@@ -108,6 +116,7 @@ class WorkerPool:
         self._listener = listener
         self._clock = clock
         self._on_change = on_change
+        self.health = WorkerHealth(BreakerPolicy(failures=config.breaker_failures), clock)
         self._clients: dict[str, WorkerClient] = {}
         self._states: dict[str, membership_pb2.WorkerState.ValueType] = {}
         self._books: dict[str, _Book] = {}
@@ -166,15 +175,17 @@ class WorkerPool:
 
     def connected(self, client: WorkerClient) -> None:
         self._books[client.worker_id] = _Book()
+        self.health.connected(client.worker_id, client.member.incarnation)
         self.numbers.take(client.worker_id)
         self._changed.add(client.worker_id)
         self._on_change()
 
-    def lost(self, client: WorkerClient) -> None:
+    def lost(self, client: WorkerClient, reason: str) -> None:
         if self._books.pop(client.worker_id, None) is not None:
             self._fleet.remove(client.worker_id)
             self.numbers.release(client.worker_id)
             self._changed.discard(client.worker_id)
+        self.health.lost(client.worker_id, reason, for_good=reason == NO_LONGER_USED)
         self._on_change()
 
     def reported(self, client: WorkerClient) -> None:
@@ -207,6 +218,7 @@ class WorkerPool:
         if client is not None and client.facts is not None and book is not None:
             book.assign(key, prefill_tokens, client.facts.geometry.blocks_for(cache_tokens), priority)
             self._changed.add(worker_id)
+            self.health.started(worker_id, key)
 
     def prefill_computed(self, worker_id: str, key: RequestKey) -> None:
         book = self._books.get(worker_id)
@@ -214,11 +226,21 @@ class WorkerPool:
             book.prefill_computed(key)
             self._changed.add(worker_id)
 
-    def release(self, worker_id: str, key: RequestKey) -> None:
+    def release(self, worker_id: str, key: RequestKey, *, served: bool = False, peer: str = "") -> None:
+        """The attempt is over there; see `router.effects.Release`."""
         book = self._books.get(worker_id)
         if book is not None:
             book.release(key)
             self._changed.add(worker_id)
+        self.health.released(worker_id, key, served, peer)
+
+    def failed(self, worker_id: str, key: RequestKey, reason: str, pair: tuple[str, str] | None) -> None:
+        """An attempt was lost; see `router.effects.WorkerFailed`."""
+        if pair is None:
+            self.health.failed(worker_id, key, reason)
+            return
+        decode = [c for c in self._clients.values() if c.facts is not None and c.facts.role is Role.DECODE]
+        self.health.transfer_failed(pair, key, reason, only_decode=len(decode) < 2)
 
     # -- views ---------------------------------------------------------------------------------------------------
 
@@ -317,17 +339,20 @@ class WorkerPool:
     def statuses(self) -> list[admin_pb2.WorkerStatus]:
         """Every member that the router knows, connected or not, by worker id."""
         now = self._clock.now()
-        return [
-            admin_pb2.WorkerStatus(
-                worker=client.member,
-                state=self._state(client),
-                connected=client.connected,
-                problem=client.problem,
-                load=load_to_proto(client.load) if client.connected else None,
-                load_age_ms=1000 * (now - client.load_at) if client.connected else 0.0,
-            )
-            for worker_id, client in sorted(self._clients.items())
-        ]
+        return [self._status(client, now) for _, client in sorted(self._clients.items())]
+
+    def _status(self, client: WorkerClient, now: float) -> admin_pb2.WorkerStatus:
+        circuit, last_failure = self.health.state(client.worker_id)
+        return admin_pb2.WorkerStatus(
+            worker=client.member,
+            state=self._state(client),
+            connected=client.connected,
+            problem=client.problem,
+            load=load_to_proto(client.load) if client.connected else None,
+            load_age_ms=1000 * (now - client.load_at) if client.connected else 0.0,
+            circuit=_CIRCUITS[circuit],
+            last_failure=last_failure,
+        )
 
     async def last_steps(self, count: int) -> list[admin_pb2.WorkerSteps]:
         """What the last `count` steps of each worker did, or why it does not say, by worker id."""

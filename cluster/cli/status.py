@@ -26,6 +26,12 @@ _ROLES = {
 }
 
 
+_CIRCUITS = {
+    admin_pb2.CIRCUIT_STATE_OPEN: "open: it gets what nobody else could take",
+    admin_pb2.CIRCUIT_STATE_HALF_OPEN: "half open: the next request tries it",
+}
+
+
 def status(
     address: Annotated[str, typer.Option(help="HOST:PORT of a running cluster.")] = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -193,9 +199,14 @@ def _notes(workers: Sequence[admin_pb2.WorkerStatus]) -> Iterator[str]:
         if item.worker.native_code.startswith("off")
     ]
     offers = {", ".join(item.worker.transports) for item in workers if item.worker.transports}
-    if problems or slow or offers:
+    circuits = [
+        (item.worker.worker_id, f"circuit {_CIRCUITS[item.circuit]}; the last failure: {item.last_failure}")
+        for item in workers
+        if item.circuit in _CIRCUITS
+    ]
+    if problems or slow or circuits or offers:
         yield ""
-    for worker_id, note in problems + slow:
+    for worker_id, note in problems + circuits + slow:
         yield f"{worker_id}: {note}"
     if len(offers) == 1:
         yield f"KV transports: {offers.pop()}"

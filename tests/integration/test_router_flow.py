@@ -275,6 +275,46 @@ async def test_an_overloaded_prefill_worker_is_not_the_clients_problem(model: Pa
         await cluster.empty()
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("code", ["OVERLOADED", "DRAINING", "INTERNAL"])
+@pytest.mark.parametrize("spares", [0, 1, 4])
+async def test_no_prefill_worker_takes_it_so_the_decode_side_computes(
+    model: Path, spares: int, code: str, n: int
+) -> None:
+    """Three of them were asked once, and nobody waits for them."""
+    workers = [*pair(), *(NullWorker(f"p{number + 1}", Role.PREFILL) for number in range(spares))]
+    async with NullCluster(model, workers) as cluster:
+        refusing = [worker for worker in workers if worker.role is Role.PREFILL]
+        for worker in refusing:
+            worker.refuse = lambda command, request: worker_pb2.FailureCode.Value(f"FAILURE_CODE_{code}")
+        answers = await cluster.client.samples([1, 4], Sampling(max_tokens=5, n=n), request_id="r")
+        assert [answer.token_ids for answer in answers] == [expected([1, 4], 5, sample) for sample in range(n)]
+        timelines = [answer.end.timeline for answer in answers]
+        assert {(t.mode, t.decode_worker) for t in timelines} == {("local", "d0")}
+        tries = min(3, len(refusing))
+        assert {t.replays for t in timelines} == {tries if code == "INTERNAL" else 0}
+        asked = [worker.commands["prefill", "r"] for worker in refusing]
+        assert (max(asked), sum(asked)) == (1, tries)
+        assert cluster["d0"].commands["generate", "r"] == 1
+        assert cluster["d0"].commands["abort", "r"] == tries  # the tickets
+        await cluster.empty()
+
+
+async def test_a_prefill_worker_that_drains_while_it_computes_is_waited_for(model: Path) -> None:
+    async with NullCluster(model, pair()) as cluster:
+        gate = cluster["p0"].hook = Gate("prefill")
+        task = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=5), request_id="r"))
+        await gate.reached.wait()
+        cluster["p0"].draining = True
+        await until(lambda: cluster.dispatcher.pool.snapshot("p0") is None, "the router knows")
+        later = await cluster.client.complete([2], Sampling(max_tokens=5))
+        assert (later.end.timeline.mode, later.token_ids) == ("local", expected([2], 5))
+        gate.opened.set()
+        answer = await task
+        assert (answer.end.timeline.mode, answer.end.timeline.replays) == ("disaggregated", 0)
+        assert answer.token_ids == expected([1], 5)
+
+
 async def test_a_draining_worker_gets_nothing_new(model: Path) -> None:
     async with NullCluster(model, [*pair(), NullWorker("d1", Role.DECODE)]) as cluster:
         cluster["d0"].draining = True
@@ -526,11 +566,13 @@ async def test_nothing_is_armed_after_the_stop(model: Path) -> None:
 
 
 async def test_replays_are_bounded(model: Path) -> None:
-    async with NullCluster(model, pair(), max_replays=2) as cluster:
-        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_INTERNAL
+    spares = [NullWorker(f"p{number}", Role.PREFILL) for number in (1, 2, 3)]
+    async with NullCluster(model, [*pair(), *spares], max_replays=2) as cluster:
+        for name in ("p0", "p1", "p2", "p3"):
+            cluster[name].refuse = lambda command, request: worker_pb2.FAILURE_CODE_INTERNAL
         with pytest.raises(Unavailable, match="given up after 2 replays"):
             await cluster.client.complete([1], request_id="r")
-        assert cluster["p0"].commands["prefill", "r"] == 3
+        assert sum(cluster[name].commands["prefill", "r"] for name in ("p0", "p1", "p2", "p3")) == 3
         await cluster.empty()
         assert cluster["d0"].commands["abort", "r"] == 3
         assert cluster.dispatcher.counters.replays == 2

@@ -134,14 +134,20 @@ async def test_a_worker_that_dies_at_any_point(model: Path, who: str, point: str
         assert all(answer.end.timeline.replays <= 1 for answer in answers)
 
 
-async def test_before_there_are_tokens_they_are_replayed_together(model: Path) -> None:
-    async with NullCluster(model, pair()) as cluster:
+@pytest.mark.parametrize("spare", [False, True])
+async def test_before_there_are_tokens_they_are_replayed_together(model: Path, spare: bool) -> None:
+    """By another prefill worker, or by the decode worker."""
+    async with NullCluster(model, pair() + ([NullWorker("p1", Role.PREFILL)] if spare else [])) as cluster:
         codes = iter([worker_pb2.FAILURE_CODE_INTERNAL])
-        cluster["p0"].refuse = lambda command, request: next(codes, None)
+        for worker in cluster.workers.values():
+            if worker.role is Role.PREFILL:
+                worker.refuse = lambda command, request: next(codes, None)
         answers = await ask(cluster)
-        assert count(cluster, "prefill", "r") == 2
+        asked = [cluster.workers[name].commands["prefill", "r"] for name in ("p0", "p1") if name in cluster.workers]
+        assert asked == ([1, 1] if spare else [1])
+        assert count(cluster, "generate", "r") == (0 if spare else 1)
         assert count(cluster, "reserve", *SAMPLES) == 0
-        assert {answer.end.timeline.prefill_worker for answer in answers} == {"p0"}
+        assert {answer.end.timeline.mode for answer in answers} == {"disaggregated" if spare else "local"}
         assert [answer.end.timeline.replays for answer in answers] == [1] * N
         assert cluster.dispatcher.counters.replays == 1
 
@@ -193,7 +199,10 @@ async def test_a_failed_transfer_is_rebuilt_once_for_all(model: Path) -> None:
 
 async def test_replays_used_up_end_the_call(model: Path) -> None:
     async with NullCluster(model, pair(), max_replays=1) as cluster:
-        cluster["p0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_INTERNAL
+        for worker in cluster.workers.values():
+            worker.refuse = lambda command, request: (
+                None if command == "reserve" else worker_pb2.FAILURE_CODE_INTERNAL
+            )
         with pytest.raises(Unavailable, match="given up after 1 replays"):
             await cluster.client.samples([1, 2], Sampling(max_tokens=8, n=N), request_id="r")
         await settled(cluster)

@@ -118,7 +118,7 @@ def test_normal_life() -> None:
     assert token(tracker, "p0", 0, 50, now=12.0) == [PrefillComputed("p0", tracker.key)]
     assert tracker.state is RequestState.TRANSFERRING
     (released,) = tracker.kv_received("d0", 1, STATS)
-    assert released == Release("p0", tracker.key, abort=False, reason="committed")
+    assert released == Release("p0", tracker.key, abort=False, reason="committed", served=True, peer="d0")
     assert not token(tracker, "d0", 0, 50)  # the echo
     token(tracker, "d0", 1, 51, now=13.0)
     token(tracker, "d0", 2, 52, now=14.0)
@@ -143,7 +143,7 @@ def test_the_echo_may_come_before_the_prefill_workers_token() -> None:
     tracker = make(sink)
     to_prefilling(tracker)
     effects = token(tracker, "d0", 0, 50)
-    assert effects == [Release("p0", tracker.key, abort=False, reason="committed")]
+    assert effects == [Release("p0", tracker.key, abort=False, reason="committed", served=True, peer="d0")]
     assert not token(tracker, "p0", 0, 50)
     assert sink.tokens == [50]
     assert not tracker.worker_lost("p0", "gone", 13.0)
@@ -157,7 +157,8 @@ def test_a_request_that_ends_at_its_first_token_frees_the_ticket() -> None:
     assert aborts(effects) == {"d0"}
     assert outcome(effects).outcome.finish is FinishReason.LENGTH
     assert tracker.timeline.decode_worker == ""
-    assert Release("p0", tracker.key, abort=False, reason="length") in effects
+    assert Release("p0", tracker.key, abort=False, reason="length", served=True) in effects
+    assert Release("d0", tracker.key, abort=True, reason="length") in effects
 
 
 def test_a_stop_token_has_no_text() -> None:
@@ -419,7 +420,7 @@ def test_the_decode_worker_is_held_back_until_the_prefill_worker_has_told() -> N
     assert not token(tracker, "d0", 1, 51, logprobs=of(1))
     assert sink.tokens == []
     (released,) = token(tracker, "p0", 0, 50, logprobs=of(0))
-    assert released == Release("p0", tracker.key, abort=False, reason="committed")
+    assert released == Release("p0", tracker.key, abort=False, reason="committed", served=True, peer="d0")
     assert (sink.tokens, sink.logprobs) == ([50, 51], [of(0), of(1)])
     token(tracker, "d0", 2, 52, logprobs=of(2))
     assert outcome(token(tracker, "d0", 3, 53, FinishReason.LENGTH, logprobs=of(3)))
