@@ -359,7 +359,11 @@ class Dispatcher:
                     route = Route(Mode.LOCAL, worker_id, None, "cached_there", lacking=lacking)
                     self._pump.start(active, route, self._clock.now())
                     return
-            self.perform(active, active.tracker.reserve_granted(worker_id, reply.attempt), reply.granted)
+            granted = active.tracker.reserve_granted(worker_id, reply.attempt)
+            if granted:
+                for sample in _parts(active, reply.attempt)[:-1]:
+                    sample.tracker.trunk_granted()
+            self.perform(active, granted, reply.granted)
             return
         kind = _failure_kind(reply.refused)
         if kind is FailureKind.BUSY and self._is_idle_but_for(worker_id):

@@ -232,9 +232,14 @@ class RequestTracker:
         self._begin(route, now)
         self._holders = {route.decode: True}
         if route.prefill is not None:
-            self._holders[route.prefill] = True
+            self._holders[route.prefill] = False
         self.state = RequestState.DECODING if route.prefill is None else RequestState.PREFILLING
         return Branch(self.key, self.sample)
+
+    def trunk_granted(self) -> None:
+        """The decode worker has made room for the trunk: the prefill worker is given it as well."""
+        if self._prefill in self._holders:
+            self._holders[self._prefill] = True
 
     def part(self) -> Sequence[Effect]:
         """The trunk's attempt is lost, and this sample has no token of it: it waits for the next one."""
