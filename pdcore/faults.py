@@ -1,4 +1,4 @@
-"""Named fault points: places in the protocol where a test can kill or stall a process.
+"""Named fault points: places in the protocol where a test can kill, stall or stop a process.
 
 A fault plan is part of a worker's configuration and empty in production; `hit` then costs one dictionary
 look-up. `once_file` makes a plan fire once over all restarts of the process: the process that creates
@@ -40,14 +40,15 @@ class FaultPlan:
 
     Attributes:
         point: one of `FAULT_POINTS`.
-        action: ``kill`` sends SIGKILL to this process; ``stall`` sleeps for `seconds`.
+        action: ``kill`` sends SIGKILL to this process; ``stop`` sends SIGSTOP, and it stands still until somebody
+            sends SIGCONT; ``stall`` sleeps for `seconds`.
         skip: how many visits to let pass first.
         seconds: length of a stall, in seconds.
         once_file: fire only if this file can be created; fire on every visit past `skip` if None.
     """
 
     point: str
-    action: Literal["kill", "stall"] = "kill"
+    action: Literal["kill", "stop", "stall"] = "kill"
     skip: int = 0
     seconds: float = 0.0
     once_file: str | None = None
@@ -61,7 +62,7 @@ class FaultPoints:
         self._visits: dict[str, int] = {}
 
     def hit(self, point: str) -> None:
-        """Mark that `point` is reached; kills or stalls the process if a plan says so."""
+        """Mark that `point` is reached; kills, stops or stalls the process if a plan says so."""
         plan = self._plans.get(point)
         if plan is None:
             return
@@ -71,6 +72,8 @@ class FaultPoints:
             return
         if plan.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if plan.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(plan.seconds)
 
     @staticmethod
