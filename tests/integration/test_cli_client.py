@@ -526,6 +526,20 @@ def test_status_says_which_ways_requests_took_and_what_is_missing() -> None:
     assert "routes: 75% disaggregated (cheaper_by_prediction), 25% local (short_prompt)" in shown
 
 
+def test_status_says_whose_circuit_is_not_closed_and_why() -> None:
+    reply = a_status()
+    reply.workers[0].circuit = admin_pb2.CIRCUIT_STATE_CLOSED
+    reply.workers[0].last_failure = "an old one"
+    assert not any("circuit" in line for line in shown_at(80, reply))
+    reply.workers[0].circuit = admin_pb2.CIRCUIT_STATE_OPEN
+    reply.workers[1].circuit = admin_pb2.CIRCUIT_STATE_HALF_OPEN
+    reply.workers[1].last_failure = "out of memory"
+    shown = shown_at(80, reply)
+    name, other = (worker.worker.worker_id for worker in reply.workers[:2])
+    assert f"{name}: circuit open: it gets what nobody else could take; the last failure: an old one" in shown
+    assert f"{other}: circuit half open: the next request tries it; the last failure: out of memory" in shown
+
+
 def shown_at(width: int, reply: admin_pb2.GetStatusReply) -> list[str]:
     console = Console(width=width, file=io.StringIO())
     show(reply, "127.0.0.1:50051", console)
