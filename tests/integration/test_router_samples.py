@@ -368,7 +368,8 @@ async def test_random_deaths_lose_nothing(model: Path, seed: int) -> None:
                     answers = await cluster.client.samples([number, 2], Sampling(max_tokens=tokens, n=n))
                     break
                 except Unavailable as error:  # it came while both were away, and was not taken
-                    assert "no decode or aggregated worker is connected" in str(error)
+                    if "no decode or aggregated worker is connected" not in str(error):
+                        raise
                     await asyncio.sleep(0.05)
             found = [answer.token_ids for answer in answers]
             assert found == [expected(tokens, sample, (number, 2)) for sample in range(n)]
