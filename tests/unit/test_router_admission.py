@@ -61,6 +61,23 @@ def test_tenants_take_turns_by_what_they_had() -> None:
     assert [start(queue) for _ in range(4)] == ["b1", "b2", "a2", "a3"]
 
 
+def test_those_that_wait_out_a_delay_hold_nobody_up() -> None:
+    """However many they are, and however many pass them: they are not passed over, and keep their places."""
+    queue = AdmissionQueue(100, max_passes=3, look_ahead=4)
+    old = [f"old{n}" for n in range(10)]
+    offer(queue, *old)
+    entries = [queue.start_next(0.0, lambda entry: "route") for _ in old]
+    for started in entries:
+        assert started is not None
+        queue.put_back(started.entry, not_before=5.0)
+    new = [f"new{n}" for n in range(10)]
+    offer(queue, *new)
+    assert [start(queue, now=4.0) for _ in range(11)] == [*new, None]
+    assert queue.next_wake(4.0) == 5.0
+    offer(queue, "last")
+    assert [start(queue, now=5.0) for _ in range(12)] == [*old, "last", None]
+
+
 def test_whole_batches() -> None:
     queue = AdmissionQueue(20, QueueConfig("static"))
     offer(queue, "a", "b", "large")
