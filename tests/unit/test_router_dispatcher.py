@@ -461,9 +461,9 @@ def test_an_end_from_outside_reaches_whoever_holds_it(name: str, n: int, how: st
 # -- replays are bounded, and lost to nobody ------------------------------------------------------------------------
 
 
-def _run(world: World, seconds: float) -> None:
+def _run(world: World, seconds: float, tick: float = 0.1) -> None:
     """Let everything go on for so long; nothing takes time by itself."""
-    for _ in range(round(seconds / 0.1)):
+    for _ in range(round(seconds / tick)):
         for _ in range(10_000):
             for client in world.clients:
                 world.read(client)
@@ -474,8 +474,26 @@ def _run(world: World, seconds: float) -> None:
         for worker in world.workers.values():
             if worker.session is not None:
                 world.loop.inside(lambda worker=worker: worker.report(True))  # type: ignore[misc]
-        world.loop.pass_time(0.1)
+        world.loop.pass_time(tick)
     world.check()
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.1])
+def test_the_first_replay_starts_at_once_and_the_next_ones_after_a_backoff(timeout_s: float | None) -> None:
+    world = World(1, max_replays=4)
+    given = _break(world, "d0")
+    call = world.submit(timeout_s=timeout_s)
+    _run(world, 3.0, tick=0.01)
+    assert [end.outcome.finish for end in world.calls[call][0].ends] == [FinishReason.ERROR]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(given)]
+    assert pauses[0] < 0.03
+    if timeout_s is None:
+        for pause, full in zip(pauses[1:], (0.1, 0.2, 0.4), strict=True):
+            assert full / 2 <= pause <= full + 0.03
+    else:
+        assert len(given) > 2, "before the deadline there is another try"
+        assert 0.03 < pauses[1] <= timeout_s / 2 + 0.03
+    world.close()
 
 
 def test_a_mass_failure_is_no_storm_and_loses_nobody() -> None:
