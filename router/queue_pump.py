@@ -156,11 +156,11 @@ class QueuePump:
 
     def _route(self, active: ActiveRequest, now: float, held_back: frozenset[str] = frozenset()) -> Route | None:
         self._routes += 1
-        asked, shunned = self._asked(active, now, held_back), self._pool.health.shunned()
-        chosen = choose(replace(asked, exclude=asked.exclude | shunned), self._pool.fleet())
-        if shunned and isinstance(chosen, NoRoute) and not chosen.busy:
+        asked, bad = self._asked(active, now, held_back), self._pool.health.shunned() | active.unfit
+        chosen = choose(replace(asked, exclude=asked.exclude | bad), self._pool.fleet())
+        if bad and isinstance(chosen, NoRoute) and not chosen.busy:
             # None of the others could ever take it: rather one that fails than none.
-            chosen = choose(replace(asked, avoid=asked.avoid | shunned), self._pool.fleet())
+            chosen = choose(replace(asked, avoid=asked.avoid | bad), self._pool.fleet())
         if isinstance(chosen, NoRoute):
             if chosen.busy:
                 active.no_route_since = None
@@ -219,7 +219,7 @@ class QueuePump:
             interactive=active.entry.priority is PriorityClass.INTERACTIVE,
             rebuild=active.rebuild,
             local_only=active.local_only,
-            exclude=held_back.union(active.unfit, (w for w, until in active.refused.items() if until > now)),
+            exclude=held_back.union(worker for worker, until in active.refused.items() if until > now),
             avoid=active.avoid,
             policy=self._policy,
             cached=self._prefixes.cached(active.names) if self._by_prefix(active) else None,

@@ -324,7 +324,8 @@ class MemoryWorker:
         over += [key_of(notice) for notice in report.notices if notice.HasField("failed")]
         committed = [key_of(token) for token in report.tokens]
         for notice in report.notices:
-            if notice.HasField("kv_received") or (notice.HasField("prefill_done") and self.role is not Role.PREFILL):
+            # Of a trunk that ran here as a whole the first is that its prompt is computed.
+            if notice.HasField("kv_received") or (notice.HasField("prefill_done") and key_of(notice) in self._trunks):
                 names = self._trunks.pop(key_of(notice), ())
                 over += names[:1]
                 alone = session.branches.intersection(names)

@@ -32,6 +32,7 @@ POOLS = (
     {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE},
     {"p0": Role.PREFILL, "d0": Role.DECODE},
     {"p0": Role.PREFILL, "d0": Role.DECODE, "a0": Role.AGGREGATED},
+    {"d0": Role.DECODE},
 )
 BUSY, DRAINING, BROKEN, TRANSFER, INVALID = (
     worker_pb2.FAILURE_CODE_OVERLOADED,
@@ -626,7 +627,7 @@ def test_refusals_open_nothing(code: worker_pb2.FailureCode.ValueType) -> None:
 
 def test_the_only_worker_is_used_whatever_its_circuit() -> None:
     """It fails all but every third request."""
-    world = World(1, max_replays=20, max_queue=100, breaker_failures=1)
+    world = World(3, max_replays=20, max_queue=100, breaker_failures=1)
     worker, count = world.workers["d0"], itertools.count()
     take = worker.take_command
 
@@ -653,5 +654,20 @@ def test_prefill_workers_with_open_circuits_leave_the_prompt_to_the_decode_side(
     _run(world, 0.1)
     timeline = world.calls[call][0].ends[0].timeline
     assert (timeline.mode, timeline.replays, len(given)) == ("local", 0, before)
+    world.settle()
+    world.close()
+
+
+def test_a_prefill_worker_that_refused_is_asked_again_if_nobody_else_is_left() -> None:
+    world = World(1)
+    call = world.submit(max_tokens=2)
+    _walk(world, ["start", "take d0", "hear d0"])
+    prefill = world.workers["p0"]
+    world.loop.inside(lambda: prefill.take_command(BUSY))
+    world.loop.inside(lambda: prefill.report(True))
+    world.loop.inside(lambda: world.workers["d0"].lose_session("dead"))
+    _run(world, 1.0)
+    (end,) = world.calls[call][0].ends
+    assert (end.outcome.finish, end.timeline.decode_worker) == (FinishReason.LENGTH, "p0")
     world.settle()
     world.close()
