@@ -74,6 +74,7 @@ class FaultPoints:
             os.kill(os.getpid(), signal.SIGKILL)
         if plan.action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.2)  # another thread may take the signal: this one must not go on before all have stopped
         time.sleep(plan.seconds)
 
     @staticmethod
