@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -42,15 +42,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             return call()
         finally:
             asyncio._set_running_loop(None)
-
-    def at_once(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The value of a coroutine that has nothing to wait for."""
-        try:
-            self.inside(lambda: coroutine.send(None))
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        raise AssertionError("it waits for something")
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass, with all that is due meanwhile."""

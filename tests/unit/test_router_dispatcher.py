@@ -77,11 +77,11 @@ class Client:
 
     @property
     def has_news(self) -> bool:
-        return not self.ends and self.handle._active.stream._changed.is_set()
+        return not self.ends and self.handle._active.stream._news
 
-    async def read(self) -> None:
+    def read(self) -> None:
         """All that is there; checks that it goes on where it left off."""
-        chunk = await self.handle.take()
+        chunk = self.handle.take()
         assert chunk.index == len(self.tokens)
         self.tokens += chunk.token_ids
         self.text += chunk.text
@@ -169,7 +169,7 @@ class World:
 
     def read(self, client: Client) -> None:
         if client.has_news:
-            self.loop.at_once(client.read())
+            self.loop.inside(client.read)
 
     def progress(self) -> list[Callable[[], None]]:
         """What goes on by itself: commands arrive, tokens are made, news arrive."""
