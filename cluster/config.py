@@ -178,16 +178,23 @@ class ClusterConfig(Section):
                 )
         return configs
 
-    def router_config(self, *, model_path: Path, served_name: str, controller: str) -> RouterConfig:
-        """Make the router's configuration. Arguments and errors as for `worker_configs`."""
+    @property
+    def claim_ttl_s(self) -> float:
+        """Seconds that an idempotency key stays claimed without a word of its router."""
+        return self.router.claim_ttl_s or max(10.0, 2 * self.dead_after_s)
+
+    def router_config(
+        self, *, model_path: Path, served_name: str, controller: str, index: int | None = None
+    ) -> RouterConfig:
+        """Make a router's configuration. Arguments and errors as for `worker_configs`; `index`: which of several."""
         section = self.router
         return RouterConfig(
-            router_id=f"{self.name}-router",
+            router_id=f"{self.name}-router" if index is None else f"{self.name}-router-{index}",
             model_path=str(model_path),
             served_name=self.served_name or served_name,
             controller=controller,
             host=section.host,
-            grpc_port=section.grpc_port,
+            grpc_port=section.grpc_port + (index or 0) if section.grpc_port else 0,
             max_queue=section.max_queue,
             token_window=section.token_window,
             max_queued_prefill_tokens=section.max_queued_prefill_tokens,
@@ -213,6 +220,7 @@ class ClusterConfig(Section):
             classes=section.classes.to_config(),
             tenants=tuple(tenant.to_config(name) for name, tenant in section.tenants.items()),
             api_keys_file=section.api_keys_file,
+            claim_ttl_s=self.claim_ttl_s,
         )
 
     def _queue_config(self) -> QueueConfig:
@@ -248,6 +256,10 @@ class ClusterConfig(Section):
                 raise ConfigError(key, codec, f"{', '.join(fitting)} while the prefill pool's dtype is {source}")
         if self.dead_after_s < 2 * self.heartbeat_s:
             raise ConfigError("dead_after_s", self.dead_after_s, f"at least twice heartbeat_s ({self.heartbeat_s})")
+        last_port = self.router.grpc_port + self.router.replicas - 1
+        if last_port > 65535:
+            allowed = f"at most {65536 - self.router.replicas} with {self.router.replicas} routers"
+            raise ConfigError("router.grpc_port", self.router.grpc_port, allowed)
         plan = CorePlan(0, (), ())
         for role in Role:
             self._worker_config(

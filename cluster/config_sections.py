@@ -317,7 +317,16 @@ class RouterSection(Section):
     host: str = Field(
         default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
     )
-    grpc_port: int = Field(default=50051, ge=0, le=65535, description="public gRPC port; 0 picks a free one")
+    grpc_port: int = Field(
+        default=50051, ge=0, le=65535, description="public gRPC port of the first router; 0 picks a free one for each"
+    )
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="routers that serve the cluster, on grpc_port and the ports after it; several run in processes "
+        "of their own and are started again when they die; limits and fairness hold within each of them",
+    )
     policy: Literal["cost", "least_loaded", "power_of_two", "prefix_affinity", "round_robin"] = Field(
         default="cost",
         description="which of the workers that could take a request gets it; cost: where its client is expected to "
@@ -382,6 +391,11 @@ class RouterSection(Section):
     )
     max_message_bytes: Annotated[ByteSize, Field(ge=65536)] = Field(
         default=ByteSize(16 << 20), description="gRPC message limit, both ways"
+    )
+    claim_ttl_s: PositiveFloat | None = Field(
+        default=None,
+        description="seconds after which an idempotency key is free again if its router is not heard of; default: "
+        "10, or twice dead_after_s if that is more",
     )
     kv_codec_by_class: KvCodecSection = Field(
         default=KvCodecSection(), description="how KV is packed, by class of request; null: transfer.codec"

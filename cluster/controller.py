@@ -1,4 +1,4 @@
-"""The life of a cluster: Ray, membership, worker pools and the router, from nothing to drained."""
+"""The life of a cluster: Ray, membership, worker pools and routers, from nothing to drained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from cluster.membership import MembershipServer
 from cluster.pools import WorkerPools
 from cluster.ray_environment import ray_address
 from cluster.ray_session import RaySession, RayThread
+from cluster.routers import HostedRouter, RouterProcesses, Routers
 from pdcore.errors import ConfigError, PdserveError
 from protos import admin_pb2, admin_pb2_grpc, membership_pb2
-from router.service import RouterServer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ClusterController:
         on_ray: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config
-        self.address = ""  # of the router
+        self.addresses: Sequence[str] = ()  # of the routers
         self.served_name = ""
         self._report = report
         self._log_to_driver = log_to_driver
@@ -66,16 +66,17 @@ class ClusterController:
         self._ray_thread = RayThread()
         self._membership: MembershipServer | None = None
         self._pools: WorkerPools | None = None
-        self._router: RouterServer | None = None
+        self._routers: Routers | None = None
 
     async def start(self) -> None:
-        """Start everything; returns once the router is connected to every worker.
+        """Start everything; returns once every router is connected to every worker.
 
         Raises:
             PdserveError: something cannot be started within its bound; says what and why.
         """
         config = self.config
-        _check_port(config.router.host, config.router.grpc_port)
+        for index in range(config.router.replicas if config.router.grpc_port else 0):
+            _check_port(config.router.host, config.router.grpc_port + index)
         address = ray_address(config)
         if address == "local":
             _check_file("transfer.calibration", config.transfer.calibration)
@@ -89,7 +90,11 @@ class ClusterController:
         self._report(f"Ray is up ({time.monotonic() - started:.1f} s)")
         host = self._internal_host(session)
         self._membership = MembershipServer(
-            host, dead_after_s=config.dead_after_s, kv_conversion=config.transfer.kv_conversion
+            host,
+            dead_after_s=config.dead_after_s,
+            kv_conversion=config.transfer.kv_conversion,
+            claim_ttl_s=config.claim_ttl_s,
+            claim_grace_s=0.0,  # it listens on a port that no router has ever heard of
         )
         await self._membership.start()
         configs = config.worker_configs(
@@ -101,13 +106,27 @@ class ClusterController:
         )
         self._pools = WorkerPools(configs, config, session, self._report, self._registered)
         await self._pools.start(config.start_timeout_s)
-        router = RouterServer(
-            config.router_config(model_path=path, served_name=name, controller=self._membership.address)
-        )
-        self._router = router
-        await router.start()
-        self.address = router.address
-        await self._wait_connected(len(configs))
+        self._routers = self._make_routers(path, name, self._membership)
+        await self._routers.start()
+        self.addresses = self._routers.addresses
+        for address in self.addresses:
+            await self._wait_connected(address, len(configs))
+
+    def _make_routers(self, path: Path, name: str, membership: MembershipServer) -> Routers:
+        several = self.config.router.replicas > 1
+        configs = [
+            self.config.router_config(
+                model_path=path,
+                served_name=name,
+                controller=membership.address,
+                index=index if several else None,
+            )
+            for index in range(self.config.router.replicas)
+        ]
+        if not several:
+            return HostedRouter(configs[0])
+        routers = membership.routers
+        return RouterProcesses(configs, self._report, listed=routers.listed, died=routers.died)
 
     def _registered(self, worker_id: str) -> bool:
         return any(member.worker.worker_id == worker_id for member in self.members().members)
@@ -140,9 +159,9 @@ class ClusterController:
         timeout_s = self.config.drain_timeout_s
         started = time.monotonic()
         drained = True
-        if self._router is not None:
+        if self._routers is not None:
             self._report(f"draining: running requests get {timeout_s:g} s")
-            drained = bool(await self._router.drain(timeout_s))
+            drained = await self._routers.drain(timeout_s)
             if not drained:
                 self._report("some requests did not finish in time and are cut off")
         if self._pools is not None:
@@ -154,9 +173,9 @@ class ClusterController:
 
     async def stop(self) -> None:
         """End everything that was started; every part has its turn though another fails. Idempotent."""
-        if self._router is not None:
-            await _attempt("the router", self._router.stop(), 10.0)
-            self._router = None
+        if self._routers is not None:
+            await _attempt("the routers", self._routers.stop(), 15.0)
+            self._routers = None
         if self._pools is not None:
             await _attempt("the workers", self._pools.stop(), 45.0)
             self._pools = None
@@ -173,16 +192,16 @@ class ClusterController:
             return host
         return "127.0.0.1" if session.one_node else session.node_address
 
-    async def _wait_connected(self, count: int) -> None:
-        """Ask the router, as any client may, until it has a session with each of `count` workers."""
+    async def _wait_connected(self, address: str, count: int) -> None:
+        """Ask a router, as any client may, until it has a session with each of `count` workers."""
         deadline = time.monotonic() + _CONNECT_S
-        async with grpc.aio.insecure_channel(_reachable(self.address)) as channel:
+        async with grpc.aio.insecure_channel(_reachable(address)) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
             while True:
                 try:
                     status = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
                 except grpc.aio.AioRpcError as error:
-                    raise PdserveError(f"the router does not answer at {self.address}: {error.details()}") from error
+                    raise PdserveError(f"the router does not answer at {address}: {error.details()}") from error
                 connected = [worker for worker in status.workers if worker.connected]
                 if len(connected) >= count:
                     return
@@ -191,8 +210,8 @@ class ClusterController:
                         f"{worker.worker.worker_id}: {worker.problem}" for worker in status.workers if worker.problem
                     )
                     raise PdserveError(
-                        f"the router is connected to {len(connected)} of {count} workers after {_CONNECT_S:g} s"
-                        + (f" ({problems})" if problems else "")
+                        f"the router at {address} is connected to {len(connected)} of {count} workers "
+                        f"after {_CONNECT_S:g} s" + (f" ({problems})" if problems else "")
                     )
                 await asyncio.sleep(0.05)
 

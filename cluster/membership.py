@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from cluster.router_members import RouterMembers
 from pdcore.config import convertible
 from pdcore.errors import ConfigError
-from protos import membership_pb2, membership_pb2_grpc, worker_pb2
+from protos import membership_pb2, membership_pb2_grpc, routers_pb2_grpc, worker_pb2
 from worker.grpc_options import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,8 @@ class _Entry:
 
 
 class MembershipServer(membership_pb2_grpc.MembershipServicer):
-    """Serves `Membership`: a worker is in the list for as long as its registration stream lives and speaks.
+    """Serves `Membership`, and `Routers` beside it. A worker is in the list for as long as its registration stream
+    lives and speaks; so is a router (`RouterMembers`).
 
     Everything happens on the event loop that `start` runs on; nothing here blocks it.
 
@@ -46,6 +48,9 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         dead_after_s: seconds of silence after which a worker is removed.
         refresh_s: seconds after which a watcher gets the list again though nothing changed.
         kv_conversion: what decode workers do with KV of another dtype, see `TransferConfig`.
+        claim_ttl_s: the longest time that a router may claim an idempotency key for without a word.
+        claim_grace_s: seconds after the start in which no key is given; None takes `claim_ttl_s`, which is right
+            unless no router can have known an earlier controller.
         on_change: called after every change, with the new list.
     """
 
@@ -57,6 +62,8 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         dead_after_s: float = 3.0,
         refresh_s: float = 2.0,
         kv_conversion: str = "exact",
+        claim_ttl_s: float = 10.0,
+        claim_grace_s: float | None = None,
         on_change: Callable[[membership_pb2.MemberList], None] = lambda members: None,
     ) -> None:
         self.address = ""
@@ -72,11 +79,18 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         self._changed = asyncio.Event()
         self._closing = False
         self._server: grpc.aio.Server | None = None
+        self.routers = RouterMembers(
+            dead_after_s=dead_after_s,
+            max_ttl_s=claim_ttl_s,
+            grace_s=claim_ttl_s if claim_grace_s is None else claim_grace_s,
+            on_change=self._bump,
+        )
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the address cannot be bound."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         membership_pb2_grpc.add_MembershipServicer_to_server(self, server)
+        routers_pb2_grpc.add_RoutersServicer_to_server(self.routers, server)
         address = f"{self._host}:{self._port}"
         try:
             bound = server.add_insecure_port(address)
@@ -95,6 +109,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         self._closing = True
         for entry in list(self._entries.values()):
             self._end(entry, grpc.StatusCode.UNAVAILABLE, "the controller ends")
+        self.routers.close()
         self._bump()
         await server.stop(grace=1.0)
 
@@ -102,7 +117,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         """The list as it is now, ordered by worker id."""
         entries = sorted(self._entries.items())
         members = [membership_pb2.Member(worker=entry.worker, state=entry.state) for _, entry in entries]
-        return membership_pb2.MemberList(version=self._version, members=members)
+        return membership_pb2.MemberList(version=self._version, members=members, routers=self.routers.members())
 
     # -- Membership ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from engine.scheduler import ScheduleDecision, SchedulerSnapshot, ticket_lacks, 
 from engine.scheduler import schedule as decide
 from engine.scoring import ScoredSpan, of_sample, of_spans
 from engine.sequence import Sequence, SequenceKind, SequenceState
-from engine.snapshot import may_yield, queued_prefill_tokens, take_snapshot
+from engine.snapshot import StalledCount, may_yield, queued_prefill_tokens, take_snapshot
 from engine.step import NO_TOKEN, KvCache, ModelRunner, StepOutput, StepProgress
 from engine.step_log import StepLog, StepRecord, by_class
 from engine.structured import OutputGuards, OutputState
@@ -145,6 +145,7 @@ class Engine:
             make_copier=lambda: make_copier(runner.cache, self._copied, on_crash),
         )
         self._wanted_blocks = 0  # what a ticket lacked that was refused since the last step
+        self._stalled = StalledCount()
         self._claims = Claims()
         self._preemptions = 0
         self._recomputed = {"preempt": 0, "rebuild": 0, "revoked": 0, "replay": 0}
@@ -508,6 +509,7 @@ class Engine:
                 sequence.state in (SequenceState.WAITING, SequenceState.SWAPPED) for sequence in with_credit
             )
             yielding = self._yielding()
+            stalled = self._stalled.look(self._sequences, self._blocks, self._clock.now())
             return WorkerLoad(
                 step=self._steps_done,
                 waiting=waiting,
@@ -531,6 +533,8 @@ class Engine:
                 step_time=self._log.step_time,
                 yielding_requests=len(yielding),
                 yielding_blocks=self._blocks.freed_by(Owner.sequence(sequence.key) for sequence in yielding),
+                stalled_requests=stalled[0],
+                stalled_blocks=stalled[1],
             )
 
     def last_steps(self, count: int) -> tuple[StepRecord, ...]:

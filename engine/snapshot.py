@@ -116,11 +116,7 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
         restores = restores and hits * blocks.block_size < computed
         if not restores:
             computed = hits * blocks.block_size
-    stalled = (
-        sequence.state is SequenceState.PAUSED
-        and sequence.kind is SequenceKind.GENERATE
-        and pressure.now - sequence.ran_at >= STALL_S
-    )
+    stalled = sequence.state is SequenceState.PAUSED and is_stalled(sequence, pressure.now)
     owner = Owner.sequence(sequence.key)
     held, swap_blocks, leaving = sequence.num_blocks, 0, 0
     shared: tuple[int, ...] = ()
@@ -161,6 +157,30 @@ def _view(sequence: Sequence, blocks: BlockManager, pressure: _Pressure) -> Sequ
         again=sequence.chunks > 0 or sequence.preempted,
         yields=may_yield(sequence),
     )
+
+
+def is_stalled(sequence: Sequence, now: float) -> bool:
+    """Whether its client has taken nothing for `STALL_S`, or more; it may have lost its blocks for that already."""
+    stalled = sequence.credit <= 0 and sequence.kind is SequenceKind.GENERATE
+    return stalled and now - sequence.ran_at >= STALL_S
+
+
+class StalledCount:
+    """Sequences of stalled clients, and what would come free with them. Counted anew every quarter of `STALL_S`:
+    there may be thousands, and every report has the numbers."""
+
+    def __init__(self) -> None:
+        self._next = float("-inf")
+        self._seen = (0, 0)
+
+    def look(self, sequences: Mapping[RequestKey, Sequence], blocks: BlockManager, now: float) -> tuple[int, int]:
+        """How many there are, and their blocks that nobody else holds."""
+        if now >= self._next:
+            self._next = now + STALL_S / 4
+            stalled = [sequence for sequence in sequences.values() if is_stalled(sequence, now)]
+            held = blocks.freed_by(Owner.sequence(sequence.key) for sequence in stalled)
+            self._seen = (len(stalled), held)
+        return self._seen
 
 
 def may_yield(sequence: Sequence) -> bool:

@@ -397,6 +397,7 @@ class RouterConfig:
         kv_codec_by_class: codecs of the requests that ask for none.
         queue: in which order waiting requests are started. policy: which workers they are started on.
         disaggregate: whether requests run on two workers wherever both pools serve, or only where that is better.
+        claim_ttl_s: seconds without a word to the controller after which a claimed idempotency key is free again.
     """
 
     router_id: str
@@ -426,6 +427,7 @@ class RouterConfig:
     classes: ClassObjectives = field(default_factory=ClassObjectives)
     tenants: tuple[TenantLimits, ...] = ()
     api_keys_file: str = ""
+    claim_ttl_s: float = 10.0
 
     def __post_init__(self) -> None:
         allowed = ", ".join(DISAGGREGATE_CHOICES)
@@ -462,6 +464,12 @@ class RouterConfig:
             self.max_message_bytes >= 65536, "router.max_message_bytes", self.max_message_bytes, "at least 65536"
         )
         _require(self.drain_timeout_s >= 0, "router.drain_timeout_s", self.drain_timeout_s, "a number >= 0")
+        _require(
+            self.claim_ttl_s >= 2 * self.dead_after_s,
+            "router.claim_ttl_s",
+            self.claim_ttl_s,
+            f"at least twice dead_after_s ({self.dead_after_s:g}): workers must have let go by then",
+        )
 
     @property
     def max_queue_by_class(self) -> dict[PriorityClass, int]:

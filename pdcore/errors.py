@@ -7,6 +7,7 @@
     |  |- InvalidRequest            a bad prompt or parameter: names the field, the value and the limit
     |  |- UnknownModel              the request names a model that this cluster does not serve
     |  |- Unauthenticated           the token is missing or wrong
+    |  |- AlreadyRunning            another request with the same idempotency key runs: names it
     |  |- Overloaded                the queue is full, or the deadline cannot be met; carries a retry hint
     |  |  `- RateLimited            the tenant has used up what it may ask for
     |  |- Unavailable               no worker in a pool, or draining
@@ -73,6 +74,14 @@ class UnknownModel(RequestError):
 
 class Unauthenticated(RequestError):
     """No token, or not the right one."""
+
+
+class AlreadyRunning(RequestError):
+    """A request with the same idempotency key has not ended yet. `request_id`: its name, which can be cancelled."""
+
+    def __init__(self, message: str, request_id: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class Overloaded(RequestError):

@@ -295,6 +295,8 @@ class WorkerLoad:
             because it had them.
         step_time: what its steps are expected to take; see `pdcore.step_time`.
         yielding_requests: batch requests that would give way to interactive ones. yielding_blocks: what that frees.
+        stalled_requests: of the paused ones, those whose clients have taken nothing for a while: they take no part in
+            steps, and their memory is for others. stalled_blocks: what that would free.
         swapped: preempted sequences whose KV is in host memory, or on its way there or back.
         swaps_out, swaps_in: copies to host memory, and back, that have ended well.
         swap_used_bytes: host memory set aside for them now.
@@ -324,6 +326,8 @@ class WorkerLoad:
     step_time: StepTime = field(default_factory=StepTime)
     yielding_requests: int = 0
     yielding_blocks: int = 0
+    stalled_requests: int = 0
+    stalled_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

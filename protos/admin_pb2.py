@@ -23,32 +23,33 @@ _sym_db = _symbol_database.Default()
 
 
 from protos import membership_pb2 as protos_dot_membership__pb2
+from protos import routers_pb2 as protos_dot_routers__pb2
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/admin.proto\x12\npdserve.v1\x1a\x17protos/membership.proto\x1a\x13protos/worker.proto\"\x12\n\x10GetStatusRequest\"~\n\x0bWorkerSteps\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.StepRecord\x12\x0f\n\x07problem\x18\x04 \x01(\t\"@\n\x14GetClusterStepsReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.WorkerSteps\"\xff\x01\n\x0cWorkerStatus\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.WorkerDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x1e\n\x04load\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x13\n\x0bload_age_ms\x18\x06 \x01(\x01\x12)\n\x07\x63ircuit\x18\x32 \x01(\x0e\x32\x18.pdserve.v1.CircuitState\x12\x14\n\x0clast_failure\x18\x33 \x01(\t\"7\n\x08\x44\x65\x63ision\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"\xdc\x01\n\x0b\x43lassStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x11\n\tmax_queue\x18\x03 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0e\n\x06itl_ms\x18\x05 \x01(\x01\x12\x10\n\x08\x61\x64mitted\x18\x06 \x01(\x04\x12\x11\n\tshed_full\x18\x07 \x01(\x04\x12\x11\n\tshed_late\x18\x08 \x01(\x04\x12\x14\n\x0cshed_waiting\x18\t \x01(\x04\x12\x10\n\x08\x66inished\x18\n \x01(\x04\x12\x0c\n\x04late\x18\x0b \x01(\x04\x12\x0c\n\x04slow\x18\x0c \x01(\x04\"\xc7\x03\n\x0eGetStatusReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12+\n\x05model\x18\x03 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x17\n\x0fqueued_requests\x18\x05 \x01(\r\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x07 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x08 \x01(\x04\x12\x0f\n\x07replays\x18\t \x01(\x04\x12)\n\x07workers\x18\n \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x18\n\x10\x66\x61iled_transfers\x18\x0b \x01(\x04\x12\x10\n\x08rebuilds\x18\x0c \x01(\x04\x12\'\n\tdecisions\x18\x1e \x03(\x0b\x32\x14.pdserve.v1.Decision\x12\x10\n\x08\x64\x65graded\x18\x1f \x01(\t\x12(\n\x07\x63lasses\x18( \x03(\x0b\x32\x17.pdserve.v1.ClassStatus\x12\x1d\n\x15rate_limited_requests\x18) \x01(\x04*|\n\x0c\x43ircuitState\x12\x1d\n\x19\x43IRCUIT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43IRCUIT_STATE_CLOSED\x10\x01\x12\x16\n\x12\x43IRCUIT_STATE_OPEN\x10\x02\x12\x1b\n\x17\x43IRCUIT_STATE_HALF_OPEN\x10\x03\x32\x99\x01\n\x05\x41\x64min\x12\x45\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1a.pdserve.v1.GetStatusReply\x12I\n\x08GetSteps\x12\x1b.pdserve.v1.GetStepsRequest\x1a .pdserve.v1.GetClusterStepsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12protos/admin.proto\x12\npdserve.v1\x1a\x17protos/membership.proto\x1a\x14protos/routers.proto\x1a\x13protos/worker.proto\"\x12\n\x10GetStatusRequest\"~\n\x0bWorkerSteps\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12$\n\x04role\x18\x02 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.StepRecord\x12\x0f\n\x07problem\x18\x04 \x01(\t\"@\n\x14GetClusterStepsReply\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.WorkerSteps\"\xff\x01\n\x0cWorkerStatus\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.WorkerDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\x12\x11\n\tconnected\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\x12\x1e\n\x04load\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x13\n\x0bload_age_ms\x18\x06 \x01(\x01\x12)\n\x07\x63ircuit\x18\x32 \x01(\x0e\x32\x18.pdserve.v1.CircuitState\x12\x14\n\x0clast_failure\x18\x33 \x01(\t\"7\n\x08\x44\x65\x63ision\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x63ount\x18\x03 \x01(\x04\"\xdc\x01\n\x0b\x43lassStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x11\n\tmax_queue\x18\x03 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0e\n\x06itl_ms\x18\x05 \x01(\x01\x12\x10\n\x08\x61\x64mitted\x18\x06 \x01(\x04\x12\x11\n\tshed_full\x18\x07 \x01(\x04\x12\x11\n\tshed_late\x18\x08 \x01(\x04\x12\x14\n\x0cshed_waiting\x18\t \x01(\x04\x12\x10\n\x08\x66inished\x18\n \x01(\x04\x12\x0c\n\x04late\x18\x0b \x01(\x04\x12\x0c\n\x04slow\x18\x0c \x01(\x04\"\xf2\x03\n\x0eGetStatusReply\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x10\n\x08uptime_s\x18\x02 \x01(\x01\x12+\n\x05model\x18\x03 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x17\n\x0fqueued_requests\x18\x05 \x01(\r\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x19\n\x11\x66inished_requests\x18\x07 \x01(\x04\x12\x17\n\x0f\x66\x61iled_requests\x18\x08 \x01(\x04\x12\x0f\n\x07replays\x18\t \x01(\x04\x12)\n\x07workers\x18\n \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x18\n\x10\x66\x61iled_transfers\x18\x0b \x01(\x04\x12)\n\x07routers\x18< \x03(\x0b\x32\x18.pdserve.v1.RouterMember\x12\x10\n\x08rebuilds\x18\x0c \x01(\x04\x12\'\n\tdecisions\x18\x1e \x03(\x0b\x32\x14.pdserve.v1.Decision\x12\x10\n\x08\x64\x65graded\x18\x1f \x01(\t\x12(\n\x07\x63lasses\x18( \x03(\x0b\x32\x17.pdserve.v1.ClassStatus\x12\x1d\n\x15rate_limited_requests\x18) \x01(\x04*|\n\x0c\x43ircuitState\x12\x1d\n\x19\x43IRCUIT_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x43IRCUIT_STATE_CLOSED\x10\x01\x12\x16\n\x12\x43IRCUIT_STATE_OPEN\x10\x02\x12\x1b\n\x17\x43IRCUIT_STATE_HALF_OPEN\x10\x03\x32\x99\x01\n\x05\x41\x64min\x12\x45\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1a.pdserve.v1.GetStatusReply\x12I\n\x08GetSteps\x12\x1b.pdserve.v1.GetStepsRequest\x1a .pdserve.v1.GetClusterStepsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CIRCUITSTATE']._serialized_start=1290
-  _globals['_CIRCUITSTATE']._serialized_end=1414
-  _globals['_GETSTATUSREQUEST']._serialized_start=80
-  _globals['_GETSTATUSREQUEST']._serialized_end=98
-  _globals['_WORKERSTEPS']._serialized_start=100
-  _globals['_WORKERSTEPS']._serialized_end=226
-  _globals['_GETCLUSTERSTEPSREPLY']._serialized_start=228
-  _globals['_GETCLUSTERSTEPSREPLY']._serialized_end=292
-  _globals['_WORKERSTATUS']._serialized_start=295
-  _globals['_WORKERSTATUS']._serialized_end=550
-  _globals['_DECISION']._serialized_start=552
-  _globals['_DECISION']._serialized_end=607
-  _globals['_CLASSSTATUS']._serialized_start=610
-  _globals['_CLASSSTATUS']._serialized_end=830
-  _globals['_GETSTATUSREPLY']._serialized_start=833
-  _globals['_GETSTATUSREPLY']._serialized_end=1288
-  _globals['_ADMIN']._serialized_start=1417
-  _globals['_ADMIN']._serialized_end=1570
+  _globals['_CIRCUITSTATE']._serialized_start=1355
+  _globals['_CIRCUITSTATE']._serialized_end=1479
+  _globals['_GETSTATUSREQUEST']._serialized_start=102
+  _globals['_GETSTATUSREQUEST']._serialized_end=120
+  _globals['_WORKERSTEPS']._serialized_start=122
+  _globals['_WORKERSTEPS']._serialized_end=248
+  _globals['_GETCLUSTERSTEPSREPLY']._serialized_start=250
+  _globals['_GETCLUSTERSTEPSREPLY']._serialized_end=314
+  _globals['_WORKERSTATUS']._serialized_start=317
+  _globals['_WORKERSTATUS']._serialized_end=572
+  _globals['_DECISION']._serialized_start=574
+  _globals['_DECISION']._serialized_end=629
+  _globals['_CLASSSTATUS']._serialized_start=632
+  _globals['_CLASSSTATUS']._serialized_end=852
+  _globals['_GETSTATUSREPLY']._serialized_start=855
+  _globals['_GETSTATUSREPLY']._serialized_end=1353
+  _globals['_ADMIN']._serialized_start=1482
+  _globals['_ADMIN']._serialized_end=1635
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import protos.membership_pb2
+import protos.routers_pb2
 import protos.worker_pb2
 import sys
 import typing
@@ -249,6 +250,7 @@ class GetStatusReply(google.protobuf.message.Message):
     REPLAYS_FIELD_NUMBER: builtins.int
     WORKERS_FIELD_NUMBER: builtins.int
     FAILED_TRANSFERS_FIELD_NUMBER: builtins.int
+    ROUTERS_FIELD_NUMBER: builtins.int
     REBUILDS_FIELD_NUMBER: builtins.int
     DECISIONS_FIELD_NUMBER: builtins.int
     DEGRADED_FIELD_NUMBER: builtins.int
@@ -275,6 +277,10 @@ class GetStatusReply(google.protobuf.message.Message):
     @property
     def workers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @property
+    def routers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.routers_pb2.RouterMember]:
+        """all that the controller knows of, this one included"""
+
+    @property
     def decisions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Decision]:
         """the most frequent first"""
 
@@ -296,6 +302,7 @@ class GetStatusReply(google.protobuf.message.Message):
         replays: builtins.int = ...,
         workers: collections.abc.Iterable[Global___WorkerStatus] | None = ...,
         failed_transfers: builtins.int = ...,
+        routers: collections.abc.Iterable[protos.routers_pb2.RouterMember] | None = ...,
         rebuilds: builtins.int = ...,
         decisions: collections.abc.Iterable[Global___Decision] | None = ...,
         degraded: builtins.str = ...,
@@ -304,7 +311,7 @@ class GetStatusReply(google.protobuf.message.Message):
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["model", b"model"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classes", b"classes", "decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rate_limited_requests", b"rate_limited_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classes", b"classes", "decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rate_limited_requests", b"rate_limited_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "routers", b"routers", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatusReply: typing_extensions.TypeAlias = GetStatusReply

@@ -199,6 +199,8 @@ def load_to_proto(load: WorkerLoad) -> worker_pb2.Load:
         step_time=step_time_to_proto(load.step_time),
         yielding_requests=load.yielding_requests,
         yielding_blocks=load.yielding_blocks,
+        stalled_requests=load.stalled_requests,
+        stalled_blocks=load.stalled_blocks,
     )
 
 
@@ -248,6 +250,8 @@ def load_from_proto(message: worker_pb2.Load) -> WorkerLoad:
         step_time=step_time_from_proto(message.step_time),
         yielding_requests=message.yielding_requests,
         yielding_blocks=message.yielding_blocks,
+        stalled_requests=message.stalled_requests,
+        stalled_blocks=message.stalled_blocks,
         swapped=message.swapped,
         swaps_out=message.swaps_out,
         swaps_in=message.swaps_in,

@@ -26,7 +26,7 @@ from protos import kv_pb2 as protos_dot_kv__pb2
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\npdserve.v1\x1a\x0fprotos/kv.proto\x1a\x13protos/worker.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xfa\x06\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12\x37\n\nlogit_bias\x18\x0e \x03(\x0b\x32#.pdserve.v1.Sampling.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x13 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x14 \x01(\x08H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x15 \x01(\rH\r\x88\x01\x01\x12\x37\n\x11structured_output\x18\x1e \x01(\x0b\x32\x1c.pdserve.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_n\"\xa2\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12&\n\x08priority\x18\x08 \x01(\x0e\x32\x14.pdserve.v1.Priority\x12\x10\n\x08kv_codec\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\tB\x07\n\x05input\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x9e\x02\n\x08Timeline\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x19\n\x11prefill_queued_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x17\n\x0fsecond_token_ms\x18\x05 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x06 \x01(\x01\x12\x10\n\x08total_ms\x18\x07 \x01(\x01\x12\x0c\n\x04mode\x18\x08 \x01(\t\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12%\n\x02kv\x18\x0c \x01(\x0b\x32\x19.pdserve.v1.TransferStats\x12\x0f\n\x07replays\x18\r \x01(\r\"\x80\x01\n\x03\x45nd\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12&\n\x08timeline\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.Timeline\"\xe2\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x1c\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x0f.pdserve.v1.End\x12&\n\x08logprobs\x18\x07 \x01(\x0b\x32\x14.pdserve.v1.Logprobs\x12-\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.Logprobs\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"r\n\rGetModelReply\x12+\n\x05model\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12\x19\n\x11has_chat_template\x18\x02 \x01(\x08\x12\x19\n\rend_token_ids\x18\x03 \x03(\rB\x02\x10\x01\"]\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x42\x07\n\x05input\"&\n\rTokenizeReply\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xe2\x02\n\nGeneration\x12\x44\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateEvent0\x01\x12<\n\x06\x43\x61ncel\x12\x19.pdserve.v1.CancelRequest\x1a\x17.pdserve.v1.CancelReply\x12\x42\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x19.pdserve.v1.GetModelReply\x12\x42\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x19.pdserve.v1.TokenizeReply\x12H\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1b.pdserve.v1.DetokenizeReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\npdserve.v1\x1a\x0fprotos/kv.proto\x1a\x13protos/worker.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\xfa\x06\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x17\n\nmin_tokens\x18\n \x01(\rH\x06\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\r \x01(\x02H\t\x88\x01\x01\x12\x37\n\nlogit_bias\x18\x0e \x03(\x0b\x32#.pdserve.v1.Sampling.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x0f \x03(\rB\x02\x10\x01\x12\x11\n\tbad_words\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x0b\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x13 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x14 \x01(\x08H\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x15 \x01(\rH\r\x88\x01\x01\x12\x37\n\x11structured_output\x18\x1e \x01(\x0b\x32\x1c.pdserve.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_min_tokensB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokensB\x04\n\x02_n\"\xbb\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12)\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12&\n\x08sampling\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.Sampling\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12&\n\x08priority\x18\x08 \x01(\x0e\x32\x14.pdserve.v1.Priority\x12\x10\n\x08kv_codec\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x17\n\x0fidempotency_key\x18< \x01(\tB\x07\n\x05input\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\x9e\x02\n\x08Timeline\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x19\n\x11prefill_queued_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x17\n\x0fsecond_token_ms\x18\x05 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x06 \x01(\x01\x12\x10\n\x08total_ms\x18\x07 \x01(\x01\x12\x0c\n\x04mode\x18\x08 \x01(\t\x12\x0e\n\x06reason\x18\t \x01(\t\x12\x16\n\x0eprefill_worker\x18\n \x01(\t\x12\x15\n\rdecode_worker\x18\x0b \x01(\t\x12%\n\x02kv\x18\x0c \x01(\x0b\x32\x19.pdserve.v1.TransferStats\x12\x0f\n\x07replays\x18\r \x01(\r\"\x80\x01\n\x03\x45nd\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12&\n\x08timeline\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.Timeline\"\xe2\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06sample\x18\x02 \x01(\r\x12\x13\n\x0btoken_index\x18\x03 \x01(\r\x12\x15\n\ttoken_ids\x18\x04 \x03(\rB\x02\x10\x01\x12\x0c\n\x04text\x18\x05 \x01(\t\x12\x1c\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x0f.pdserve.v1.End\x12&\n\x08logprobs\x18\x07 \x01(\x0b\x32\x14.pdserve.v1.Logprobs\x12-\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x14.pdserve.v1.Logprobs\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x1c\n\x0b\x43\x61ncelReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\" \n\x0fGetModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"r\n\rGetModelReply\x12+\n\x05model\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12\x19\n\x11has_chat_template\x18\x02 \x01(\x08\x12\x19\n\rend_token_ids\x18\x03 \x03(\rB\x02\x10\x01\"]\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12 \n\x04\x63hat\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x42\x07\n\x05input\"&\n\rTokenizeReply\x12\x15\n\ttoken_ids\x18\x01 \x03(\rB\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xe2\x02\n\nGeneration\x12\x44\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x19.pdserve.v1.GenerateEvent0\x01\x12<\n\x06\x43\x61ncel\x12\x19.pdserve.v1.CancelRequest\x1a\x17.pdserve.v1.CancelReply\x12\x42\n\x08GetModel\x12\x1b.pdserve.v1.GetModelRequest\x1a\x19.pdserve.v1.GetModelReply\x12\x42\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x19.pdserve.v1.TokenizeReply\x12H\n\nDetokenize\x12\x1d.pdserve.v1.DetokenizeRequest\x1a\x1b.pdserve.v1.DetokenizeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,10 +49,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIZEREPLY'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
-  _globals['_PRIORITY']._serialized_start=2564
-  _globals['_PRIORITY']._serialized_end=2669
-  _globals['_FINISHREASON']._serialized_start=2671
-  _globals['_FINISHREASON']._serialized_end=2795
+  _globals['_PRIORITY']._serialized_start=2589
+  _globals['_PRIORITY']._serialized_end=2694
+  _globals['_FINISHREASON']._serialized_start=2696
+  _globals['_FINISHREASON']._serialized_end=2820
   _globals['_CHATMESSAGE']._serialized_start=77
   _globals['_CHATMESSAGE']._serialized_end=121
   _globals['_CHAT']._serialized_start=123
@@ -64,31 +64,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=832
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=880
   _globals['_GENERATEREQUEST']._serialized_start=1097
-  _globals['_GENERATEREQUEST']._serialized_end=1387
-  _globals['_USAGE']._serialized_start=1389
-  _globals['_USAGE']._serialized_end=1469
-  _globals['_TIMELINE']._serialized_start=1472
-  _globals['_TIMELINE']._serialized_end=1758
-  _globals['_END']._serialized_start=1761
-  _globals['_END']._serialized_end=1889
-  _globals['_GENERATEEVENT']._serialized_start=1892
-  _globals['_GENERATEEVENT']._serialized_end=2118
-  _globals['_CANCELREQUEST']._serialized_start=2120
-  _globals['_CANCELREQUEST']._serialized_end=2155
-  _globals['_CANCELREPLY']._serialized_start=2157
-  _globals['_CANCELREPLY']._serialized_end=2185
-  _globals['_GETMODELREQUEST']._serialized_start=2187
-  _globals['_GETMODELREQUEST']._serialized_end=2219
-  _globals['_GETMODELREPLY']._serialized_start=2221
-  _globals['_GETMODELREPLY']._serialized_end=2335
-  _globals['_TOKENIZEREQUEST']._serialized_start=2337
-  _globals['_TOKENIZEREQUEST']._serialized_end=2430
-  _globals['_TOKENIZEREPLY']._serialized_start=2432
-  _globals['_TOKENIZEREPLY']._serialized_end=2470
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2472
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2529
-  _globals['_DETOKENIZEREPLY']._serialized_start=2531
-  _globals['_DETOKENIZEREPLY']._serialized_end=2562
-  _globals['_GENERATION']._serialized_start=2798
-  _globals['_GENERATION']._serialized_end=3152
+  _globals['_GENERATEREQUEST']._serialized_end=1412
+  _globals['_USAGE']._serialized_start=1414
+  _globals['_USAGE']._serialized_end=1494
+  _globals['_TIMELINE']._serialized_start=1497
+  _globals['_TIMELINE']._serialized_end=1783
+  _globals['_END']._serialized_start=1786
+  _globals['_END']._serialized_end=1914
+  _globals['_GENERATEEVENT']._serialized_start=1917
+  _globals['_GENERATEEVENT']._serialized_end=2143
+  _globals['_CANCELREQUEST']._serialized_start=2145
+  _globals['_CANCELREQUEST']._serialized_end=2180
+  _globals['_CANCELREPLY']._serialized_start=2182
+  _globals['_CANCELREPLY']._serialized_end=2210
+  _globals['_GETMODELREQUEST']._serialized_start=2212
+  _globals['_GETMODELREQUEST']._serialized_end=2244
+  _globals['_GETMODELREPLY']._serialized_start=2246
+  _globals['_GETMODELREPLY']._serialized_end=2360
+  _globals['_TOKENIZEREQUEST']._serialized_start=2362
+  _globals['_TOKENIZEREQUEST']._serialized_end=2455
+  _globals['_TOKENIZEREPLY']._serialized_start=2457
+  _globals['_TOKENIZEREPLY']._serialized_end=2495
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2497
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2554
+  _globals['_DETOKENIZEREPLY']._serialized_start=2556
+  _globals['_DETOKENIZEREPLY']._serialized_end=2587
+  _globals['_GENERATION']._serialized_start=2823
+  _globals['_GENERATION']._serialized_end=3177
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,8 @@ Where the cluster has API keys, every call needs metadata `authorization: Bearer
 
 Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), UNAUTHENTICATED (no key, or
 an unknown one), RESOURCE_EXHAUSTED (with google.rpc.RetryInfo: the tenant's limits are used up, enough requests of the
-class wait, or the deadline or the class's objective cannot be met), UNAVAILABLE (no worker, draining, replays used up),
+class wait, or the deadline or the class's objective cannot be met), ALREADY_EXISTS (idempotency key; ResourceInfo names
+the request that has it), UNAVAILABLE (no worker, draining, replays used up, no controller for an idempotency key),
 DEADLINE_EXCEEDED, CANCELLED, INTERNAL. The deadline of a request is the deadline of the call.
 """
 
@@ -336,6 +337,7 @@ class GenerateRequest(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     KV_CODEC_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """at most 128 characters of [A-Za-z0-9._:-]; made by the router if empty"""
     model: builtins.str
@@ -351,6 +353,10 @@ class GenerateRequest(google.protobuf.message.Message):
     """
     cache_salt: builtins.str
     """at most 128 characters; cached prompts are shared among requests of equal salt only"""
+    idempotency_key: builtins.str
+    """At most 128 printable ASCII characters. While a request with such a key runs, on whichever router, another one of
+    the same tenant with that key is refused with ALREADY_EXISTS; once it has ended the key is free again.
+    """
     @property
     def chat(self) -> Global___Chat: ...
     @property
@@ -370,10 +376,11 @@ class GenerateRequest(google.protobuf.message.Message):
         priority: Global___Priority.ValueType = ...,
         kv_codec: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        idempotency_key: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "input", b"input", "kv_codec", b"kv_codec", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "idempotency_key", b"idempotency_key", "input", b"input", "kv_codec", b"kv_codec", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: typing_extensions.TypeAlias = typing.Literal["prompt", "chat", "token_ids"]
     _WhichOneofArgType_input: typing_extensions.TypeAlias = typing.Literal["input", b"input"]

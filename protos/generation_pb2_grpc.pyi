@@ -7,7 +7,8 @@ Where the cluster has API keys, every call needs metadata `authorization: Bearer
 
 Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), UNAUTHENTICATED (no key, or
 an unknown one), RESOURCE_EXHAUSTED (with google.rpc.RetryInfo: the tenant's limits are used up, enough requests of the
-class wait, or the deadline or the class's objective cannot be met), UNAVAILABLE (no worker, draining, replays used up),
+class wait, or the deadline or the class's objective cannot be met), ALREADY_EXISTS (idempotency key; ResourceInfo names
+the request that has it), UNAVAILABLE (no worker, draining, replays used up, no controller for an idempotency key),
 DEADLINE_EXCEEDED, CANCELLED, INTERNAL. The deadline of a request is the deadline of the call.
 """
 

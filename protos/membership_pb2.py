@@ -23,30 +23,31 @@ _sym_db = _symbol_database.Default()
 
 
 from protos import kv_pb2 as protos_dot_kv__pb2
+from protos import routers_pb2 as protos_dot_routers__pb2
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/membership.proto\x12\npdserve.v1\x1a\x0fprotos/kv.proto\x1a\x13protos/worker.proto\"\xfd\x01\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12+\n\x05model\x18\x05 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12&\n\x08geometry\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.Geometry\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x13\n\x0bnative_code\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\"e\n\x0cRegistration\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.WorkerDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\"$\n\x11RegistrationReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\"\n\x0cWatchRequest\x12\x12\n\nwatcher_id\x18\x01 \x01(\t\"_\n\x06Member\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.WorkerDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\"B\n\nMemberList\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12#\n\x07members\x18\x02 \x03(\x0b\x32\x12.pdserve.v1.Member*`\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_SERVING\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x32\x92\x01\n\nMembership\x12G\n\x08Register\x12\x18.pdserve.v1.Registration\x1a\x1d.pdserve.v1.RegistrationReply(\x01\x30\x01\x12;\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x16.pdserve.v1.MemberList0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/membership.proto\x12\npdserve.v1\x1a\x0fprotos/kv.proto\x1a\x14protos/routers.proto\x1a\x13protos/worker.proto\"\xfd\x01\n\x11WorkerDescription\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12$\n\x04role\x18\x03 \x01(\x0e\x32\x16.pdserve.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12+\n\x05model\x18\x05 \x01(\x0b\x32\x1c.pdserve.v1.ModelDescription\x12&\n\x08geometry\x18\x06 \x01(\x0b\x32\x14.pdserve.v1.Geometry\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x13\n\x0bnative_code\x18\x08 \x01(\t\x12\x12\n\ntransports\x18\t \x03(\t\"e\n\x0cRegistration\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.WorkerDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\"$\n\x11RegistrationReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\"\n\x0cWatchRequest\x12\x12\n\nwatcher_id\x18\x01 \x01(\t\"_\n\x06Member\x12-\n\x06worker\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.WorkerDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.WorkerState\"m\n\nMemberList\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12#\n\x07members\x18\x02 \x03(\x0b\x32\x12.pdserve.v1.Member\x12)\n\x07routers\x18< \x03(\x0b\x32\x18.pdserve.v1.RouterMember*`\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_SERVING\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x32\x92\x01\n\nMembership\x12G\n\x08Register\x12\x18.pdserve.v1.Registration\x1a\x1d.pdserve.v1.RegistrationReply(\x01\x30\x01\x12;\n\x05Watch\x12\x18.pdserve.v1.WatchRequest\x1a\x16.pdserve.v1.MemberList0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=675
-  _globals['_WORKERSTATE']._serialized_end=771
-  _globals['_WORKERDESCRIPTION']._serialized_start=78
-  _globals['_WORKERDESCRIPTION']._serialized_end=331
-  _globals['_REGISTRATION']._serialized_start=333
-  _globals['_REGISTRATION']._serialized_end=434
-  _globals['_REGISTRATIONREPLY']._serialized_start=436
-  _globals['_REGISTRATIONREPLY']._serialized_end=472
-  _globals['_WATCHREQUEST']._serialized_start=474
-  _globals['_WATCHREQUEST']._serialized_end=508
-  _globals['_MEMBER']._serialized_start=510
-  _globals['_MEMBER']._serialized_end=605
-  _globals['_MEMBERLIST']._serialized_start=607
-  _globals['_MEMBERLIST']._serialized_end=673
-  _globals['_MEMBERSHIP']._serialized_start=774
-  _globals['_MEMBERSHIP']._serialized_end=920
+  _globals['_WORKERSTATE']._serialized_start=740
+  _globals['_WORKERSTATE']._serialized_end=836
+  _globals['_WORKERDESCRIPTION']._serialized_start=100
+  _globals['_WORKERDESCRIPTION']._serialized_end=353
+  _globals['_REGISTRATION']._serialized_start=355
+  _globals['_REGISTRATION']._serialized_end=456
+  _globals['_REGISTRATIONREPLY']._serialized_start=458
+  _globals['_REGISTRATIONREPLY']._serialized_end=494
+  _globals['_WATCHREQUEST']._serialized_start=496
+  _globals['_WATCHREQUEST']._serialized_end=530
+  _globals['_MEMBER']._serialized_start=532
+  _globals['_MEMBER']._serialized_end=627
+  _globals['_MEMBERLIST']._serialized_start=629
+  _globals['_MEMBERLIST']._serialized_end=738
+  _globals['_MEMBERSHIP']._serialized_start=839
+  _globals['_MEMBERSHIP']._serialized_end=985
 # @@protoc_insertion_point(module_scope)

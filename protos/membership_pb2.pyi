@@ -10,6 +10,7 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import protos.kv_pb2
+import protos.routers_pb2
 import protos.worker_pb2
 import sys
 import typing
@@ -173,16 +174,20 @@ class MemberList(google.protobuf.message.Message):
 
     VERSION_FIELD_NUMBER: builtins.int
     MEMBERS_FIELD_NUMBER: builtins.int
+    ROUTERS_FIELD_NUMBER: builtins.int
     version: builtins.int
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Member]: ...
+    @property
+    def routers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[protos.routers_pb2.RouterMember]: ...
     def __init__(
         self,
         *,
         version: builtins.int = ...,
         members: collections.abc.Iterable[Global___Member] | None = ...,
+        routers: collections.abc.Iterable[protos.routers_pb2.RouterMember] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["members", b"members", "version", b"version"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["members", b"members", "routers", b"routers", "version", b"version"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___MemberList: typing_extensions.TypeAlias = MemberList

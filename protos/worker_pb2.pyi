@@ -961,6 +961,8 @@ class Load(google.protobuf.message.Message):
     SWAPS_OUT_FIELD_NUMBER: builtins.int
     SWAPS_IN_FIELD_NUMBER: builtins.int
     SWAP_USED_BYTES_FIELD_NUMBER: builtins.int
+    STALLED_REQUESTS_FIELD_NUMBER: builtins.int
+    STALLED_BLOCKS_FIELD_NUMBER: builtins.int
     step: builtins.int
     waiting: builtins.int
     running: builtins.int
@@ -988,6 +990,10 @@ class Load(google.protobuf.message.Message):
     swaps_out: builtins.int
     swaps_in: builtins.int
     swap_used_bytes: builtins.int
+    stalled_requests: builtins.int
+    """whose clients take nothing: they take no part in steps"""
+    stalled_blocks: builtins.int
+    """what would come free if these gave way to others"""
     @property
     def recomputed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by reason: preempt, rebuild, revoked, replay"""
@@ -1025,10 +1031,12 @@ class Load(google.protobuf.message.Message):
         swaps_out: builtins.int = ...,
         swaps_in: builtins.int = ...,
         swap_used_bytes: builtins.int = ...,
+        stalled_requests: builtins.int = ...,
+        stalled_blocks: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["step_time", b"step_time"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "step", b"step", "step_ms", b"step_ms", "step_time", b"step_time", "swap_used_bytes", b"swap_used_bytes", "swapped", b"swapped", "swaps_in", b"swaps_in", "swaps_out", b"swaps_out", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting", "yielding_blocks", b"yielding_blocks", "yielding_requests", b"yielding_requests"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "free_blocks", b"free_blocks", "open_sends", b"open_sends", "open_tickets", b"open_tickets", "paused", b"paused", "preemptions", b"preemptions", "progress", b"progress", "queued_prefill_tokens", b"queued_prefill_tokens", "recomputed_tokens", b"recomputed_tokens", "reserved_blocks", b"reserved_blocks", "running", b"running", "stalled_blocks", b"stalled_blocks", "stalled_requests", b"stalled_requests", "step", b"step", "step_ms", b"step_ms", "step_time", b"step_time", "swap_used_bytes", b"swap_used_bytes", "swapped", b"swapped", "swaps_in", b"swaps_in", "swaps_out", b"swaps_out", "total_blocks", b"total_blocks", "transfer_events", b"transfer_events", "waiting", b"waiting", "yielding_blocks", b"yielding_blocks", "yielding_requests", b"yielding_requests"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load

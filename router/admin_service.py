@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import grpc
@@ -9,17 +10,24 @@ import grpc
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
 from pdcore.types import PriorityClass
-from protos import admin_pb2, admin_pb2_grpc, worker_pb2
+from protos import admin_pb2, admin_pb2_grpc, routers_pb2, worker_pb2
 from protos.convert import model_to_proto
 from router.dispatcher import Dispatcher
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """See admin.proto."""
+    """See admin.proto. `routers`: the list that the controller sent last."""
 
-    def __init__(self, config: RouterConfig, dispatcher: Dispatcher, clock: Clock) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        dispatcher: Dispatcher,
+        routers: Callable[[], Sequence[routers_pb2.RouterMember]],
+        clock: Clock,
+    ) -> None:
         self._config = config
         self._dispatcher = dispatcher
+        self._routers = routers
         self._clock = clock
         self._started = clock.now()
 
@@ -46,6 +54,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 for (mode, reason), count in dispatcher.counters.decisions.most_common()
             ],
             degraded=dispatcher.pool.degraded,
+            routers=self._routers(),
             classes=[self._class_status(priority) for priority in PriorityClass],
             rate_limited_requests=dispatcher.admission.rate_limited,
         )

@@ -8,6 +8,9 @@
 
 Failures raise the errors of `pdcore.errors`: InvalidRequest names the field, Overloaded says when to try again.
 Where the cluster has API keys, give one as `api_key`.
+
+With several routers (``"a:50051,b:50051"``) calls begin at each in turn. One that is unavailable gives way to the
+next, until the first event of an answer has come.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from typing import Any
 
 import grpc
 
+from pdcore.addresses import split_addresses
 from pdcore.api_key import key_metadata
 from pdcore.logprobs import Logprobs, joined
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 from protos.convert import logprobs_from_proto
 from router.channels import client_options
+from router.failover import Deadline, Rotation, raise_unless_next
 from router.wire_errors import error_of
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -107,6 +112,7 @@ def build_request(
     priority: str = "",
     kv_codec: str = "",
     cache_salt: str = "",
+    idempotency_key: str = "",
 ) -> generation_pb2.GenerateRequest:
     """The message for a request; see `Client.generate`. Raises ValueError for what the message cannot carry."""
     message = generation_pb2.GenerateRequest(
@@ -116,6 +122,7 @@ def build_request(
         sampling=_sampling_message(sampling or Sampling()),
         kv_codec=kv_codec,
         cache_salt=cache_salt,
+        idempotency_key=idempotency_key,
     )
     if priority:
         message.priority = generation_pb2.Priority.Value(f"PRIORITY_{priority.upper()}")
@@ -235,16 +242,19 @@ class Client:
     """Synchronous client; thread-safe. `timeout_s` of a call is its deadline, which the cluster honours.
 
     Args:
-        address: ``host:port`` of a router.
+        address: ``host:port`` of a router; several separated by commas, or a sequence of them.
         api_key: says whose the requests are, where the cluster has keys. It travels as it is: use it on networks that
             you trust, or through a proxy that encrypts.
         read_ahead_bytes: what a router may send of one stream before it is read here.
     """
 
-    def __init__(self, address: str, *, api_key: str = "", read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+    def __init__(
+        self, address: str | Sequence[str], *, api_key: str = "", read_ahead_bytes: int = READ_AHEAD_BYTES
+    ) -> None:
         self._metadata = key_metadata(api_key)
-        self._channel = grpc.insecure_channel(address, options=client_options(MAX_MESSAGE_BYTES, read_ahead_bytes))
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        options = client_options(MAX_MESSAGE_BYTES, read_ahead_bytes)
+        self._channels = [grpc.insecure_channel(name, options=options) for name in split_addresses(address)]
+        self._stubs = Rotation([generation_pb2_grpc.GenerationStub(channel) for channel in self._channels])
 
     def __enter__(self) -> Client:
         return self
@@ -253,7 +263,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
+        for channel in self._channels:
+            channel.close()
 
     def generate(
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
@@ -262,16 +273,21 @@ class Client:
 
         Args:
             request: `model`, `request_id`, `tenant`, `priority` (``interactive``, ``standard`` or ``batch``),
-                `kv_codec` (how KV travels inside the cluster) and `cache_salt` (who shares cached prompts).
+                `kv_codec` (how KV travels inside the cluster), `cache_salt` (who shares cached prompts) and
+                `idempotency_key` (AlreadyRunning is raised while another request with this key runs).
         """
-        message = build_request(prompt, sampling, **request)
-        call = self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise error_of(error) from error
-        finally:
-            call.cancel()
+        message, deadline = build_request(prompt, sampling, **request), Deadline(timeout_s)
+        for stub, last in self._stubs.take():
+            call, begun = stub.Generate(message, timeout=deadline.left_s, metadata=self._metadata), False
+            try:
+                for event in call:
+                    begun = True
+                    yield event
+                return
+            except grpc.RpcError as error:
+                raise_unless_next(error, begun or last)
+            finally:
+                call.cancel()
 
     def complete(
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
@@ -290,43 +306,60 @@ class Client:
         return samples.completions()
 
     def cancel(self, request_id: str, timeout_s: float = 10.0) -> bool:
-        """End a running request; False if there is none with this id."""
-        request = generation_pb2.CancelRequest(request_id=request_id)
-        return bool(self._call(self._stub.Cancel, request, timeout_s).found)
+        """End a running request, on whichever router it is; False if there is none with this id.
+
+        Raises Unavailable if it was not found, and not every router answered.
+        """
+        request, silent = generation_pb2.CancelRequest(request_id=request_id), None
+        for stub, _ in self._stubs.take():
+            try:
+                if stub.Cancel(request, timeout=timeout_s, metadata=self._metadata).found:
+                    return True
+            except grpc.RpcError as error:
+                silent = error
+        if silent is not None:
+            raise error_of(silent) from silent
+        return False
 
     def model(self, timeout_s: float = 10.0) -> generation_pb2.GetModelReply:
         """What is served."""
         request = generation_pb2.GetModelRequest()
-        reply: generation_pb2.GetModelReply = self._call(self._stub.GetModel, request, timeout_s)
+        reply: generation_pb2.GetModelReply = self._call("GetModel", request, timeout_s)
         return reply
 
     def tokenize(
         self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout_s: float = 10.0
     ) -> list[int]:
         """Token ids of a text or of chat messages."""
-        reply = self._call(self._stub.Tokenize, _tokenize_request(prompt, model), timeout_s)
+        reply = self._call("Tokenize", _tokenize_request(prompt, model), timeout_s)
         return list(reply.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float = 10.0) -> str:
         """Text of token ids, special ones skipped."""
         request = generation_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        return str(self._call(self._stub.Detokenize, request, timeout_s).text)
+        return str(self._call("Detokenize", request, timeout_s).text)
 
-    def _call(self, method: Any, request: object, timeout_s: float) -> Any:
-        try:
-            return method(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+    def _call(self, method: str, request: object, timeout_s: float) -> Any:
+        for stub, last in self._stubs.take():
+            try:
+                return getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                raise_unless_next(error, last)
+        raise AssertionError("there is at least one router")
 
 
 class AsyncClient:
     """`Client` for asyncio; to be made and used on one event loop."""
 
-    def __init__(self, address: str, *, api_key: str = "", read_ahead_bytes: int = READ_AHEAD_BYTES) -> None:
+    def __init__(
+        self, address: str | Sequence[str], *, api_key: str = "", read_ahead_bytes: int = READ_AHEAD_BYTES
+    ) -> None:
         self._metadata = key_metadata(api_key)
         options = client_options(MAX_MESSAGE_BYTES, read_ahead_bytes)
-        self._channel = grpc.aio.insecure_channel(address, options=options)
-        self._stub: Any = generation_pb2_grpc.GenerationStub(self._channel)
+        self._channels = [grpc.aio.insecure_channel(name, options=options) for name in split_addresses(address)]
+        self._stubs: Rotation[Any] = Rotation(
+            [generation_pb2_grpc.GenerationStub(channel) for channel in self._channels]
+        )
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -335,21 +368,25 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
     async def generate(
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
     ) -> AsyncIterator[Event]:
         """See `Client.generate`. Close the iterator (``aclosing``) to cancel when leaving the loop early."""
-        message = build_request(prompt, sampling, **request)
-        call = self._stub.Generate(message, timeout=timeout_s, metadata=self._metadata)
-        try:
-            async for event in call:
-                yield event
-        except grpc.RpcError as error:
-            raise error_of(error) from error
-        finally:
-            call.cancel()
+        message, deadline = build_request(prompt, sampling, **request), Deadline(timeout_s)
+        for stub, last in self._stubs.take():
+            call, begun = stub.Generate(message, timeout=deadline.left_s, metadata=self._metadata), False
+            try:
+                async for event in call:
+                    begun = True
+                    yield event
+                return
+            except grpc.RpcError as error:
+                raise_unless_next(error, begun or last)
+            finally:
+                call.cancel()
 
     async def complete(
         self, prompt: Prompt, sampling: Sampling | None = None, *, timeout_s: float | None = None, **request: str
@@ -369,13 +406,21 @@ class AsyncClient:
 
     async def cancel(self, request_id: str, timeout_s: float = 10.0) -> bool:
         """See `Client.cancel`."""
-        reply = await self._call(self._stub.Cancel, generation_pb2.CancelRequest(request_id=request_id), timeout_s)
-        return bool(reply.found)
+        request, silent = generation_pb2.CancelRequest(request_id=request_id), None
+        for stub, _ in self._stubs.take():
+            try:
+                if (await stub.Cancel(request, timeout=timeout_s, metadata=self._metadata)).found:
+                    return True
+            except grpc.RpcError as error:
+                silent = error
+        if silent is not None:
+            raise error_of(silent) from silent
+        return False
 
     async def model(self, timeout_s: float = 10.0) -> generation_pb2.GetModelReply:
         """See `Client.model`."""
         reply: generation_pb2.GetModelReply = await self._call(
-            self._stub.GetModel, generation_pb2.GetModelRequest(), timeout_s
+            "GetModel", generation_pb2.GetModelRequest(), timeout_s
         )
         return reply
 
@@ -383,17 +428,19 @@ class AsyncClient:
         self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout_s: float = 10.0
     ) -> list[int]:
         """See `Client.tokenize`."""
-        reply = await self._call(self._stub.Tokenize, _tokenize_request(prompt, model), timeout_s)
+        reply = await self._call("Tokenize", _tokenize_request(prompt, model), timeout_s)
         return list(reply.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout_s: float = 10.0) -> str:
         """See `Client.detokenize`."""
         request = generation_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        reply = await self._call(self._stub.Detokenize, request, timeout_s)
+        reply = await self._call("Detokenize", request, timeout_s)
         return str(reply.text)
 
-    async def _call(self, method: Any, request: object, timeout_s: float) -> Any:
-        try:
-            return await method(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_of(error) from error
+    async def _call(self, method: str, request: object, timeout_s: float) -> Any:
+        for stub, last in self._stubs.take():
+            try:
+                return await getattr(stub, method)(request, timeout=timeout_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                raise_unless_next(error, last)
+        raise AssertionError("there is at least one router")

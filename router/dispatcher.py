@@ -267,17 +267,23 @@ class Dispatcher:
 
         The ids of samples are ours alone.
         """
-        group, active = self._groups.get(request_id), self._active.get(request_id)
-        one = active if group is None else group.trunk
-        if tenant is not None and one is not None and one.entry.tenant != tenant:
+        running = self._samples_of(request_id)
+        if tenant is not None and any(one.entry.tenant != tenant for one in running):
             return False
-        if group is not None:
-            running = group.running
-        else:
-            running = [] if active is None or active.group is not None else [active]
         for one in running:
             self.cancel_active(one)
         return bool(running)
+
+    def abandon(self, request_id: str, error: RequestError) -> None:
+        """End a request by an error, if it runs."""
+        for one in self._samples_of(request_id):
+            self._abandon(one, error)
+
+    def _samples_of(self, request_id: str) -> list[ActiveRequest]:
+        group, active = self._groups.get(request_id), self._active.get(request_id)
+        if group is not None:
+            return group.running
+        return [] if active is None or active.group is not None else [active]
 
     def cancel_active(self, active: ActiveRequest) -> None:
         self.perform(active, active.tracker.cancel(self._clock.now()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -20,15 +20,17 @@ from pdcore.types import FinishReason
 from protos import generation_pb2, generation_pb2_grpc
 from protos.convert import logprobs_to_proto, model_to_proto, stats_to_proto
 from router.api_keys import Door, tenant_of
+from router.claims import Claim, Claims
 from router.dispatcher import Dispatcher, RunningRequest
 from router.load_meter import Pacer
 from router.logit_validation import check_token_ids
 from router.pacing import pause
 from router.stream import Chunk, Terminal
+from router.text import TextStream
 from router.tokenizer import TextModel
 from router.tracker import Timeline
 from router.turns import Turns
-from router.validation import Limits, check_model, tokenize_input, validate
+from router.validation import GenerationRequest, Limits, check_model, tokenize_input, validate
 from router.wire_errors import abort
 
 logger = logging.getLogger(__name__)
@@ -73,12 +75,15 @@ def _with_status(handler: Handler) -> Handler:
 class _Call:
     """A Generate call: a request's samples, which share one stream.
 
+    `claim`: of its idempotency key. `ended`: samples whose end is told, or about to be.
     `writing_since`: when the write in progress began (seconds on the clock). `turn`: one writes at a time.
     """
 
     request_id: str
     samples: list[RunningRequest]
     task: asyncio.Task[Any]
+    claim: Claim | None = None
+    ended: int = 0
     writing_since: float | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -92,12 +97,20 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     """See generation.proto."""
 
     def __init__(
-        self, config: RouterConfig, dispatcher: Dispatcher, text_model: TextModel, door: Door, clock: Clock
+        self,
+        config: RouterConfig,
+        dispatcher: Dispatcher,
+        text_model: TextModel,
+        *,
+        door: Door,
+        claims: Claims,
+        clock: Clock,
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._text_model = text_model
         self._door = door
+        self._claims = claims
         self._clock = clock
         self._calls: set[_Call] = set()
         self._pacer = Pacer(clock.now())
@@ -139,16 +152,27 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             )
             for _ in range(checked.samples)
         ]
-        samples = self._dispatcher.submit(checked, texts, deadline)
+        async with self._claims.held(checked.tenant, checked.idempotency_key, checked.request_id) as claim:
+            await self._run(checked, texts, deadline, claim, context)
+
+    async def _run(
+        self,
+        request: GenerationRequest,
+        texts: Sequence[TextStream],
+        deadline: float | None,
+        claim: Claim | None,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        samples = self._dispatcher.submit(request, texts, deadline)
         task = asyncio.current_task()
         assert task is not None
-        call = _Call(checked.request_id, samples, task)
+        call = _Call(request.request_id, samples, task, claim)
         self._calls.add(call)
         # Fires however the call ends, also when this coroutine is stuck in a write.
         context.add_done_callback(lambda _: call.cancel())
         try:
             await asyncio.sleep(0)  # what the request's worker is told first goes out before this does
-            await context.send_initial_metadata(((REQUEST_ID_METADATA, checked.request_id),))
+            await context.send_initial_metadata(((REQUEST_ID_METADATA, request.request_id),))
             await self._stream_all(call, context)
         except (grpc.aio.InternalError, grpc.aio.UsageError):
             return  # a write failed: the client went away, and there is nobody to tell
@@ -181,6 +205,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await self._turns.turn()
             chunk = running.take()
             error = chunk.end.outcome.error if chunk.end is not None else None
+            if chunk.end is not None:
+                call.ended += 1
+                if call.ended == len(call.samples):
+                    await self._claims.give_back(call.claim)  # so that who hears of the end may use the key again
             if error is None or chunk.token_ids or chunk.prompt_logprobs is not None:
                 event = _event(call.request_id, sample, chunk)
                 async with call.turn:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import grpc
 
 from pdcore.clock import Clock, MonotonicClock
-from protos import membership_pb2, membership_pb2_grpc
+from protos import membership_pb2, membership_pb2_grpc, routers_pb2
 from router.channels import internal_channel_options
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ class MembershipWatcher:
 
     Args:
         address: ``host:port`` of the controller. watcher_id: name of this router.
+
+    Attributes:
+        routers: in the last list; routers need each other for nothing, but people ask.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class MembershipWatcher:
         rejoin_s: float = REJOIN_S,
         clock: Clock | None = None,
     ) -> None:
+        self.routers: Sequence[routers_pb2.RouterMember] = ()
         self._address = address
         self._watcher_id = watcher_id
         self._on_members = on_members
@@ -118,4 +122,5 @@ class MembershipWatcher:
         if self._clock.now() < self._merge_until:
             members = self._members | members
         self._members = members
+        self.routers = tuple(update.routers)
         self._on_members(members)

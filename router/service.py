@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -14,14 +16,16 @@ from grpc_reflection.v1alpha import reflection
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError
-from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, routers_pb2
 from router.admin_service import AdminService
 from router.api_keys import ApiKeys, Door
 from router.channels import public_server_options
+from router.claims import Claims
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
 from router.malformed import RefuseMalformed
 from router.membership import MembershipWatcher
+from router.registration import RouterRegistration
 from router.tokenizer import TextModel
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,10 @@ class RouterServer:
 
     Health is SERVING for ``""`` and every service while a request can be routed: a decode or aggregated worker is
     connected and the router does not drain.
+
+    Args:
+        on_replaced: called with the controller's words if another incarnation of this router has taken its place; it
+            had better stop then, for the two would take the workers' sessions from each other.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class RouterServer:
         config: RouterConfig,
         *,
         clock: Clock | None = None,
+        on_replaced: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
         self.address = ""
@@ -69,6 +78,9 @@ class RouterServer:
             max_message_bytes=config.max_message_bytes,
             clock=self._clock,
         )
+        self._claims = Claims(config, self.incarnation, self._clock, self._dispatcher.abandon)
+        self._on_replaced = on_replaced or self._log_replaced
+        self._registration: RouterRegistration | None = None
         self._text_model: TextModel | None = None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -84,12 +96,15 @@ class RouterServer:
         path = config.api_keys_file
         keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
-        generation = GenerationService(config, self._dispatcher, self._text_model, Door(keys), self._clock)
+        generation = GenerationService(
+            config, self._dispatcher, self._text_model, door=Door(keys), claims=self._claims, clock=self._clock
+        )
         server = grpc.aio.server(
             interceptors=(RefuseMalformed(),), options=public_server_options(config.max_message_bytes)
         )
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(config, self._dispatcher, self._clock), server)
+        admin = AdminService(config, self._dispatcher, lambda: self._watcher.routers, self._clock)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         wanted = f"{config.host}:{config.grpc_port}"
@@ -100,10 +115,12 @@ class RouterServer:
             await server.stop(None)
             raise ConfigError("router.grpc_port", wanted, "an address that can be listened on") from error
         await self._set_health(False)
+        self._claims.start()
         await server.start()
         self._server = server
         self.address = f"{config.host}:{port}"
         self._watcher.start()
+        self._registration = self._register()
         self._tasks = [
             asyncio.create_task(self._follow_health(), name="router-health"),
             asyncio.create_task(generation.watch_stalls(), name="router-stalls"),
@@ -120,6 +137,8 @@ class RouterServer:
             Whether every request finished by itself.
         """
         self._dispatcher.begin_drain()
+        if self._registration is not None:
+            self._registration.drain()
         await self._set_health(False)
         return await self._dispatcher.drain(self.config.drain_timeout_s if timeout_s is None else timeout_s)
 
@@ -135,11 +154,32 @@ class RouterServer:
         await self._watcher.stop()
         await self._set_health(False)
         await self._dispatcher.stop()
+        if self._registration is not None:
+            await self._registration.stop()
         # Calls that were just ended get their status out; health watchers, which never end, are cut off after it.
         await server.stop(STOP_GRACE_S)
+        await self._claims.stop()
         if self._text_model is not None:
             self._text_model.close()
         logger.info("router %s has stopped", self.config.router_id)
+
+    def _register(self) -> RouterRegistration:
+        config = self.config
+        router = routers_pb2.RouterDescription(
+            router_id=config.router_id, incarnation=self.incarnation, address=self.address, pid=os.getpid()
+        )
+        registration = RouterRegistration(
+            config.controller,
+            router,
+            heartbeat_s=config.heartbeat_s,
+            max_message_bytes=config.max_message_bytes,
+            on_refused=self._on_replaced,
+        )
+        registration.start()
+        return registration
+
+    def _log_replaced(self, words: str) -> None:
+        logger.error("router %s is not wanted any more: %s", self.config.router_id, words)
 
     async def _follow_health(self) -> None:
         while True:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 from pdcore.types import Role, WorkerLoad
 
+STALLED_PER_PLACE = 16
+"""Requests of clients that take nothing, for each that may run, beside these: they take no part in steps, but they
+are remembered everywhere."""
+
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
@@ -63,11 +67,12 @@ class WorkerSnapshot:
 
     @property
     def requests(self) -> int:
-        """Requests on the worker, those it has not heard of yet included."""
+        """Requests on the worker, those it has not heard of yet included; not those of clients that take nothing."""
         load = self.load
         reported = load.waiting + load.running + load.paused + load.open_tickets
         # A report can be on its way while a request is sent: what is mine is there in any case.
-        return max(self.mine.requests, reported + self.mine.new_requests)
+        requests = max(self.mine.requests, reported + self.mine.new_requests)
+        return requests - min(load.stalled_requests, STALLED_PER_PLACE * self.max_requests, requests)
 
     @property
     def queued_prefill_tokens(self) -> int:
@@ -76,7 +81,8 @@ class WorkerSnapshot:
 
     @property
     def free_blocks(self) -> int:
-        return self.load.free_blocks - self.mine.new_blocks
+        """KV blocks to be had, those among them that clients who take nothing would give up."""
+        return self.load.free_blocks + self.load.stalled_blocks - self.mine.new_blocks
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

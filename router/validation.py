@@ -22,6 +22,7 @@ from router.tokenizer import GenerationDefaults, TextModel
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
 MAX_SALT_CHARS = 128
+MAX_IDEMPOTENCY_KEY_CHARS = 128
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -31,6 +32,8 @@ DEFAULT_MAX_TOKENS = 256
 CHAT_ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]+")
+
+_IDEMPOTENCY_KEY = re.compile(rf"[\x20-\x7e]{{0,{MAX_IDEMPOTENCY_KEY_CHARS}}}")  # printable ASCII
 
 _PRIORITIES = {
     generation_pb2.PRIORITY_INTERACTIVE: PriorityClass.INTERACTIVE,
@@ -74,6 +77,7 @@ class GenerationRequest:
     cache_salt: str = ""
     include_stop: bool = False
     skip_special: bool = True
+    idempotency_key: str = ""
 
 
 def check_model(asked: str, served: str) -> None:
@@ -114,6 +118,9 @@ async def validate(
     if len(message.cache_salt) > MAX_SALT_CHARS:
         problem = f"must have at most {MAX_SALT_CHARS} characters, got {len(message.cache_salt)}"
         raise InvalidRequest("cache_salt", problem)
+    if _IDEMPOTENCY_KEY.fullmatch(message.idempotency_key) is None:
+        problem = f"must have at most {MAX_IDEMPOTENCY_KEY_CHARS} characters, all of them printable ASCII"
+        raise InvalidRequest("idempotency_key", problem)
     _check_kv_codec(message.kv_codec, limits)
     sampling = message.sampling
     _check_ranges(sampling)
@@ -144,6 +151,7 @@ async def validate(
         cache_salt=message.cache_salt,
         include_stop=sampling.include_stop_str_in_output,
         skip_special=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
+        idempotency_key=message.idempotency_key,
     )
 
 

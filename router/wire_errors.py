@@ -11,6 +11,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from pdcore.errors import (
+    AlreadyRunning,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -27,6 +28,7 @@ _CODES: tuple[tuple[type[RequestError], int], ...] = (
     (InvalidRequest, code_pb2.INVALID_ARGUMENT),
     (UnknownModel, code_pb2.NOT_FOUND),
     (Unauthenticated, code_pb2.UNAUTHENTICATED),
+    (AlreadyRunning, code_pb2.ALREADY_EXISTS),
     (Overloaded, code_pb2.RESOURCE_EXHAUSTED),
     (Unavailable, code_pb2.UNAVAILABLE),
     (DeadlineExceeded, code_pb2.DEADLINE_EXCEEDED),
@@ -55,6 +57,11 @@ def _detail_of(error: RequestError) -> Message | None:
             resource_type="model", resource_name=error.model, owner=", ".join(error.served), description=str(error)
         )
         return detail
+    if isinstance(error, AlreadyRunning):
+        detail = error_details_pb2.ResourceInfo(
+            resource_type="request", resource_name=error.request_id, description=str(error)
+        )
+        return detail
     if isinstance(error, Overloaded):
         delay = Duration()
         delay.FromMilliseconds(round(1000 * error.retry_after_s))
@@ -81,6 +88,8 @@ def error_of(error: grpc.RpcError) -> RequestError:
             return InvalidRequest("request", message)
         case grpc.StatusCode.NOT_FOUND:
             return UnknownModel(details.resource.resource_name, details.resource.owner.split(", "))
+        case grpc.StatusCode.ALREADY_EXISTS:
+            return AlreadyRunning(message, details.resource.resource_name)
         case grpc.StatusCode.UNAUTHENTICATED:
             return Unauthenticated(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED if details.retry_after_s is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import grpc
 import typer
 
+from pdcore.addresses import split_addresses
 from pdcore.api_key import key_metadata
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -29,6 +31,7 @@ _EXIT_CODES = {
     grpc.StatusCode.NOT_FOUND: EXIT_USAGE,
     grpc.StatusCode.UNAUTHENTICATED: EXIT_USAGE,
     grpc.StatusCode.RESOURCE_EXHAUSTED: EXIT_TRY_AGAIN,
+    grpc.StatusCode.ALREADY_EXISTS: EXIT_TRY_AGAIN,
     grpc.StatusCode.UNAVAILABLE: EXIT_TRY_AGAIN,
     grpc.StatusCode.CANCELLED: EXIT_INTERRUPTED,
 }
@@ -37,6 +40,7 @@ _ADVICE = {
     grpc.StatusCode.NOT_FOUND: "leave --model out to use the one that is served",
     grpc.StatusCode.UNAUTHENTICATED: f"give a key in ${API_KEY_VARIABLE}, or a file with one by --api-key-file",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "try again later",
+    grpc.StatusCode.ALREADY_EXISTS: "try again when that request has ended, or with another --idempotency-key",
     grpc.StatusCode.UNAVAILABLE: "`pdserve status` shows the workers; try again when one is ready",
     grpc.StatusCode.DEADLINE_EXCEEDED: "give more --timeout, or ask for fewer tokens",
     grpc.StatusCode.INTERNAL: "the cluster's log has the details under the request id",
@@ -92,29 +96,45 @@ class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
 
 @contextmanager
 def connect(address: str, api_key: str = "") -> Iterator[grpc.Channel]:
-    """A channel that is connected, and whose calls have the key, if there is one.
+    """A channel to a router that answers. Ends the command with an error within `CONNECT_S` if none does."""
+    with connect_all(address, api_key) as routers:
+        yield routers[0][1]
 
-    Ends the command with an error within `CONNECT_S` if nobody answers.
+
+@contextmanager
+def connect_all(address: str, api_key: str = "") -> Iterator[list[tuple[str, grpc.Channel]]]:
+    """Each router of ``HOST:PORT[,HOST:PORT]`` and a channel to it, whose calls have the key, if there is one; those
+    that answer already come first.
+
+    Ends the command with an error within `CONNECT_S` if none answers.
     """
-    channel = grpc.insecure_channel(
-        address,
-        options=(
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ),
+    try:
+        names = split_addresses(address)
+    except ValueError as error:
+        raise fail(f"--{error}", EXIT_USAGE) from None
+    options = (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     )
+    channels = {name: grpc.insecure_channel(name, options=options) for name in names}
+    one_is_up = threading.Event()
+    futures = {name: grpc.channel_ready_future(channel) for name, channel in channels.items()}
     try:
-        grpc.channel_ready_future(channel).result(timeout=CONNECT_S)
-    except grpc.FutureTimeoutError:
-        channel.close()
-        raise fail(
-            f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
-            f"give the address that it printed with --address HOST:PORT"
-        ) from None
-    try:
-        yield grpc.intercept_channel(channel, _WithKey(api_key)) if api_key else channel
+        for future in futures.values():
+            future.add_done_callback(lambda _: one_is_up.set())
+        if not one_is_up.wait(CONNECT_S):
+            raise fail(
+                f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
+                f"give the address that it printed with --address HOST:PORT"
+            )
+        routers = sorted(channels.items(), key=lambda item: not futures[item[0]].done())
+        if api_key:
+            routers = [(name, grpc.intercept_channel(channel, _WithKey(api_key))) for name, channel in routers]
+        yield routers
     finally:
-        channel.close()
+        for name, channel in channels.items():
+            futures[name].cancel()
+            channel.close()
 
 
 def failed_call(error: grpc.RpcError, address: str) -> typer.Exit:

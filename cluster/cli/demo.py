@@ -88,7 +88,7 @@ async def _demo(settings: ClusterConfig, console: Console) -> list[Answer]:
 
     async def work() -> None:
         await controller.start()
-        answers.extend(await run_requests(controller.address, demo_rounds(), make_view(console)))
+        answers.extend(await run_requests(controller.addresses[0], demo_rounds(), make_view(console)))
         await controller.drain()
 
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +18,7 @@ from cluster.cli.client import (
     DEFAULT_ADDRESS,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
-    connect,
+    connect_all,
     fail,
     failed_call,
     read_api_key,
@@ -49,7 +50,9 @@ def generate(
         str | None, typer.Argument(help="The prompt; read from standard input if it is left out or is -.")
     ] = None,
     *,
-    address: Annotated[str, typer.Option(help="HOST:PORT of a running cluster.")] = DEFAULT_ADDRESS,
+    address: Annotated[
+        str, typer.Option(help="HOST:PORT of a running cluster; of several routers, separated by commas.")
+    ] = DEFAULT_ADDRESS,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message; use the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message before it; only with --chat.")] = None,
     token_ids: Annotated[
@@ -112,6 +115,9 @@ def generate(
     ] = None,
     cache_salt: Annotated[str, typer.Option(help="Share cached prompts with requests of this salt only.")] = "",
     request_id: Annotated[str, typer.Option(help="Name of the request; made by the cluster if unset.")] = "",
+    idempotency_key: Annotated[
+        str, typer.Option(help="Refuse to run while another request with this key does, on any router.")
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the whole answer may take.")] = 600.0,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Show where the time went, on standard error.")
@@ -154,7 +160,7 @@ def generate(
         "prompt_logprobs": prompt_logprobs,
     }
     texts = {"--model": model, "--request-id": request_id, "--cache-salt": cache_salt, "--kv-codec": kv_codec}
-    texts |= {"--tenant": tenant}
+    texts |= {"--tenant": tenant, "--idempotency-key": idempotency_key}
     texts |= {"--system": system or "", "the prompt": prompt or ""}
     texts |= {"--regex": regex or "", "--choice": "".join(choice or ())}
     texts |= {"--stop": "".join(stop or ()), "--bad-word": "".join(bad_word or ())}
@@ -167,6 +173,7 @@ def generate(
         kv_codec=kv_codec,
         cache_salt=cache_salt,
         tenant=tenant,
+        idempotency_key=idempotency_key,
         priority=_PRIORITIES[priority],
     )
     _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
@@ -187,8 +194,8 @@ def generate(
     for name, value in {**sampling, "stop_token": stop_token, "allowed_token": allowed_token}.items():
         if value is not None:
             _set_sampling(request.sampling, name, value)
-    with connect(address, read_api_key(api_key_file)) as channel:
-        answers = _stream(channel, request, address, timeout=timeout, samples=n or 1, echo=not as_json)
+    with connect_all(address, read_api_key(api_key_file)) as routers:
+        answers, channel = _first_answers(routers, request, timeout=timeout, samples=n or 1, echo=not as_json)
         texts_of = TokenTexts(channel)
         shown = [] if as_json else [table for answer in answers for table in logprob_tables(answer, texts_of)]
     if as_json:
@@ -266,6 +273,29 @@ def _set_input(
         request.prompt = prompt
 
 
+class _NextRouter(Exception):
+    """A router is unavailable, and nothing has come from it."""
+
+
+def _first_answers(
+    routers: Sequence[tuple[str, grpc.Channel]],
+    request: generation_pb2.GenerateRequest,
+    *,
+    timeout: float,
+    samples: int,
+    echo: bool,
+) -> tuple[list[Answer], grpc.Channel]:
+    """The answers of the first router that is available, and the channel to it."""
+    for number, (address, channel) in enumerate(routers, 1):
+        more = number < len(routers)
+        try:
+            answers = _stream(channel, request, address, timeout=timeout, samples=samples, echo=echo, others=more)
+        except _NextRouter:
+            continue
+        return answers, channel
+    raise AssertionError("there is at least one router")
+
+
 def _stream(
     channel: grpc.Channel,
     request: generation_pb2.GenerateRequest,
@@ -274,12 +304,18 @@ def _stream(
     timeout: float,
     samples: int,
     echo: bool,
+    others: bool = False,
 ) -> list[Answer]:
-    """The answers to a request, one a sample: a single one is written as it comes, several as they are done."""
+    """The answers to a request, one a sample: a single one is written as it comes, several as they are done.
+
+    `others`: there are other routers; raises _NextRouter for them.
+    """
     answers = [Answer("request")] if samples == 1 else [Answer(f"sample {i}", i) for i in range(samples)]
     call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout)
+    begun = False
     try:
         for event in call:
+            begun = True
             answer = answers[event.sample]
             answer.add(event)
             if echo and samples == 1:
@@ -288,6 +324,8 @@ def _stream(
                 sys.stdout.write(f"--- {answer.name}\n{answer.text}\n")
             sys.stdout.flush()
     except grpc.RpcError as error:
+        if others and not begun and error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise _NextRouter from error
         if echo and samples == 1 and answers[0].text:
             sys.stdout.write("\n")
         raise failed_call(error, address) from error

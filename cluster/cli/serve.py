@@ -36,6 +36,9 @@ def serve(
     grpc_port: Annotated[
         int | None, _option("Port of the router; 0 picks a free one", _DEFAULTS.router.grpc_port)
     ] = None,
+    routers: Annotated[
+        int | None, _option("Routers, on --grpc-port and the ports after it", _DEFAULTS.router.replicas)
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -57,8 +60,8 @@ def serve(
 ) -> None:
     """Start a cluster and serve until SIGTERM or Ctrl-C, then drain.
 
-    Prints one line that begins with READY once requests can come. While draining, new requests are refused and
-    running ones may finish for drain_timeout_s; a second signal ends it at once.
+    Prints one line that begins with READY, and names the routers' addresses, once requests can come. While draining,
+    new requests are refused and running ones may finish for drain_timeout_s; a second signal ends it at once.
 
     Exit codes: 0 drained, 1 failed or requests were cut off, 2 a bad flag or configuration, 130 interrupted.
 
@@ -69,6 +72,8 @@ def serve(
     Examples:
 
       pdserve serve --prefill 1 --decode 2 --grpc-port 50051
+
+      pdserve serve --routers 2 --grpc-port 50051
 
       pdserve serve --config cluster.yaml --set router.max_queue=64
     """
@@ -84,6 +89,7 @@ def serve(
             "dtype": dtype,
             "router.host": host,
             "router.grpc_port": grpc_port,
+            "router.replicas": routers,
             "ray.address": ray_address,
         },
         assignments or (),
@@ -113,7 +119,7 @@ async def _serve(settings: ClusterConfig) -> int:
             _say("interrupted before the cluster was ready")
             return EXIT_INTERRUPTED
         count = len(controller.members().members)
-        typer.echo(f"READY grpc={controller.address} model={controller.served_name} workers={count}")
+        typer.echo(f"READY grpc={','.join(controller.addresses)} model={controller.served_name} workers={count}")
         await asked.wait(1)
         drained: list[bool] = []
 

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call
 from cluster.cli.steps import show_steps
-from protos import admin_pb2, admin_pb2_grpc, membership_pb2, worker_pb2
+from protos import admin_pb2, admin_pb2_grpc, membership_pb2, routers_pb2, worker_pb2
 
 _ROLES = {
     worker_pb2.WORKER_ROLE_PREFILL: "prefill",
@@ -91,6 +91,11 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
         console.print(f"routes: {escape(ways)}", highlight=False)
     for line in _classes(reply):
         console.print(line, markup=False, highlight=False)
+    if len(reply.routers) > 1:  # what is shown is one router's view
+        for member in reply.routers:
+            state = "draining" if member.state == routers_pb2.ROUTER_STATE_DRAINING else "serving"
+            line = f"router {member.router.router_id}: {state} at {member.router.address} (pid {member.router.pid})"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     workers = sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id))
     if not workers:
         console.print("no worker is registered")

@@ -16,7 +16,16 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.cli.status import show
-from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, kv_pb2, membership_pb2, worker_pb2
+from protos import (
+    admin_pb2,
+    admin_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    kv_pb2,
+    membership_pb2,
+    routers_pb2,
+    worker_pb2,
+)
 
 Event = generation_pb2.GenerateEvent
 
@@ -112,13 +121,62 @@ def test_generate_streams_the_text(cluster: ScriptedCluster) -> None:
     assert cluster.requests == [generation_pb2.GenerateRequest(prompt="Why?", sampling=generation_pb2.Sampling())]
 
 
+def test_generate_goes_on_with_another_router(cluster: ScriptedCluster) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        dead = f"127.0.0.1:{closed.getsockname()[1]}"
+        run = Run("generate", "Why?", "--address", f"{dead},{cluster.address}")
+        assert (run.code, run.out) == (0, "Because so.\n")
+        # Another that answers, and has nothing to offer.
+        other = ScriptedCluster()
+        other.events, other.error = [], (grpc.StatusCode.UNAVAILABLE, "draining")
+        server = grpc.server(futures.ThreadPoolExecutor(1))
+        generation_pb2_grpc.add_GenerationServicer_to_server(other, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            run = Run("generate", "Why?", "--address", f"127.0.0.1:{port},{cluster.address}")
+            assert (run.code, run.out) == (0, "Because so.\n")
+            assert len(other.requests) <= 1, "none if the second was faster to connect"
+            run = Run("generate", "Why?", "--address", f"127.0.0.1:{port},{dead}")
+            assert run.code == 75
+            # Once something has come there is no other.
+            other.events = [Event(token_ids=[7], text="Be")]
+            asked = len(cluster.requests)
+            run = Run("generate", "Why?", "--address", f"127.0.0.1:{port}")
+            assert (run.code, run.out) == (75, "Be\n")
+            assert len(cluster.requests) == asked
+        finally:
+            server.stop(0).wait(5)
+    run = Run("generate", "Why?", "--address", f"{cluster.address},")
+    assert run.code == 2
+    assert "HOST:PORT" in run.err
+
+
+def test_a_key_that_is_in_use_is_told(cluster: ScriptedCluster) -> None:
+    cluster.events, cluster.error = [], (grpc.StatusCode.ALREADY_EXISTS, "the request 'r1' has this key")
+    run = Run("generate", "Why?", "--address", cluster.address, "--idempotency-key", "k")
+    assert run.code == 75
+    assert "'r1'" in run.err
+    assert "--idempotency-key" in run.err
+
+
+def test_status_lists_several_routers(cluster: ScriptedCluster) -> None:
+    for n, state in enumerate((routers_pb2.ROUTER_STATE_SERVING, routers_pb2.ROUTER_STATE_DRAINING)):
+        router = routers_pb2.RouterDescription(router_id=f"r{n}", address=f"h:{n}", pid=40 + n)
+        cluster.status.routers.add(router=router, state=state)
+    out = Run("status", "--address", cluster.address).out
+    assert "router r0: serving at h:0 (pid 40)" in out
+    assert "router r1: draining at h:1 (pid 41)" in out
+
+
 def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
     flags = (
         "--max-tokens 9 --temperature 0.5 --top-k 3 --top-p 0.25 --min-p 0.125 --seed 18446744073709551615 --stop A "
         "--stop B --stop-token 4 --min-tokens 2 --ignore-eos --request-id r1 --model m --kv-codec q8 --cache-salt s "
         "--include-stop --keep-special --presence-penalty 0.5 --frequency-penalty -0.25 --repetition-penalty 1.5 "
         "--logit-bias 7=-2.5 --logit-bias 9=4 --allowed-token 1 --allowed-token 2 --bad-word x --logprobs 0 "
-        "--prompt-logprobs 3 --priority batch --tenant t"
+        "--prompt-logprobs 3 --priority batch --tenant t --idempotency-key k-1"
     )
     run = Run("generate", "Why?", "--address", cluster.address, *flags.split())
     assert run.code == 0, run.err
@@ -126,6 +184,7 @@ def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:
         request_id="r1",
         priority=generation_pb2.PRIORITY_BATCH,
         tenant="t",
+        idempotency_key="k-1",
         kv_codec="q8",
         cache_salt="s",
         model="m",

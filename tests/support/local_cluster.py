@@ -6,6 +6,9 @@ Membership and router run on an event loop in a thread of the test process, work
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Mapping
@@ -17,9 +20,10 @@ from typing import Any, TypeVar
 
 from cluster.membership import MembershipServer
 from pdcore.config import RouterConfig, WorkerConfig
+from pdcore.config_json import to_json
 from pdcore.types import Role
 from router.service import RouterServer
-from tests.support.processes import WorkerProcess, eventually
+from tests.support.processes import REPOSITORY, RUN_MODULE, WorkerProcess, eventually
 from tests.support.session_client import SessionClient
 
 T = TypeVar("T")
@@ -41,6 +45,42 @@ class LoopThread:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(10.0)
         self.loop.close()
+
+
+class OtherRouter:
+    """One ``python -m router`` process. It ends with this one."""
+
+    def __init__(self, config: RouterConfig, folder: Path) -> None:
+        self.address = ""
+        path = folder / f"{config.router_id}.json"
+        path.write_text(to_json(config))
+        self._log = folder / f"{config.router_id}.log"
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", RUN_MODULE, "router", str(path)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=REPOSITORY,
+            )
+
+    def wait_ready(self, timeout_s: float = 60.0) -> None:
+        assert self._process.stdout is not None
+        bound = threading.Timer(timeout_s, self._process.kill)
+        bound.start()
+        line = self._process.stdout.readline()
+        bound.cancel()
+        assert line.startswith("READY "), self._log.read_text()[-3000:]
+        self.address = json.loads(line.removeprefix("READY "))["address"]
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10.0)
+
+    def stop(self) -> None:
+        self.kill()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
 
 
 class LocalCluster:
@@ -67,6 +107,7 @@ class LocalCluster:
         self._modules = modules or {}
         self._router_options = router
         self.workers: dict[str, WorkerProcess] = {}
+        self._processes: list[OtherRouter] = []
 
     def __enter__(self) -> LocalCluster:
         self._loop = LoopThread()
@@ -92,7 +133,8 @@ class LocalCluster:
                 "grpc_port": 0,
                 "disaggregate": "always",
             }
-            self.router = RouterServer(RouterConfig(**(options | self._router_options)))
+            self._options = options | self._router_options
+            self.router = RouterServer(RouterConfig(**self._options))
             self._loop.run(self.router.start())
             self.address = self.router.address
             self.wait_connected()
@@ -102,6 +144,8 @@ class LocalCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.stop()
         if hasattr(self, "router"):
             self._loop.run(self.router.stop())
         for worker in self.workers.values():
@@ -109,14 +153,22 @@ class LocalCluster:
         self._loop.run(self.membership.stop())
         self._loop.close()
 
-    def wait_connected(self, timeout_s: float = 20.0) -> None:
-        """Until the router has a session with the present incarnation of every running worker."""
+    def start_router(self, router_id: str) -> OtherRouter:
+        """One more router, in a process of its own, that has a session with every worker."""
+        process = OtherRouter(RouterConfig(**(self._options | {"router_id": router_id})), self.folder)
+        self._processes.append(process)
+        process.wait_ready()
+        self.wait_connected(address=process.address)
+        return process
+
+    def wait_connected(self, timeout_s: float = 20.0, address: str = "") -> None:
+        """Until a router has a session with the present incarnation of every running worker."""
         import grpc
 
         from protos import admin_pb2, admin_pb2_grpc
 
         wanted = {w.incarnation for w in self.workers.values() if w.running}
-        with grpc.insecure_channel(self.address) as channel:
+        with grpc.insecure_channel(address or self.address) as channel:
             stub = admin_pb2_grpc.AdminStub(channel)
 
             def connected() -> bool:

@@ -8,6 +8,7 @@ manifest without frames.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 import zlib
 from collections import Counter
@@ -45,8 +46,10 @@ class _Job:
     session: _Session
     request: worker_pb2.WorkerRequest
     phase: str
+    blocks: int
     ticket_id: int = 0
     window: int = 0
+    paused_at: float = 0.0
     credit: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     unwanted: set[RequestKey] = field(default_factory=set)  # branches that were aborted before there were any
@@ -103,6 +106,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         refuse: Refuse | None = None,
         step_s: float = 0.0,
         heartbeat_s: float = 0.1,
+        stall_s: float = 1.0,
         codecs: tuple[str, ...] = ("raw",),
     ) -> None:
         self.worker_id = worker_id
@@ -120,6 +124,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         self.silent = self.hung = self.draining = False
         self._max_num_seqs = max_num_seqs
         self._heartbeat_s = heartbeat_s
+        self._stall_s = stall_s
         self._step = 0
         self._tickets = 0
         self._sessions: dict[str, asyncio.Task[None]] = {}
@@ -219,21 +224,35 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
                 await context.write(event)
 
     def _load(self) -> worker_pb2.Load:
-        jobs = list(self.held.values())
-        sequences = [job for job in jobs if job.phase == "sequence"]
-        paused = sum(1 for job in sequences if job.window <= 0)
-        used = sum(self.geometry.blocks_for(job.tokens) for job in jobs)
+        # One pass: reports are many, and so may the requests be.
+        since = time.monotonic() - self._stall_s
+        sequences = paused = stalled = stalled_blocks = tickets = queued = used = 0
+        for job in self.held.values():
+            used += job.blocks
+            if job.phase == "sequence":
+                sequences += 1
+                if job.window <= 0:
+                    paused += 1
+                    if 0 < job.paused_at <= since:
+                        stalled += 1
+                        stalled_blocks += job.blocks
+            elif job.phase == "ticket":
+                tickets += 1
+            else:
+                queued += job.tokens - 1
         if not self.hung:
             self._step += 1
         return worker_pb2.Load(
             step=self._step,
             progress=self._step,
-            running=0 if self.hung else len(sequences) - paused,
+            running=0 if self.hung else sequences - paused,
             paused=paused,
-            queued_prefill_tokens=sum(job.tokens - 1 for job in jobs if job.phase == "prefill"),
+            queued_prefill_tokens=queued,
             free_blocks=max(0, self.geometry.num_blocks - used),
             total_blocks=self.geometry.num_blocks,
-            open_tickets=sum(1 for job in jobs if job.phase == "ticket"),
+            open_tickets=tickets,
+            stalled_requests=stalled,
+            stalled_blocks=stalled_blocks,
         )
 
     def _on_command(self, session: _Session, command: worker_pb2.SessionCommand) -> None:
@@ -245,7 +264,8 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             if code is not None:
                 self._refuse(session, name, body.request, code)
                 return
-            job = _Job(session, body.request, {"reserve": "ticket", "prefill": "prefill"}.get(name, "sequence"))
+            phase = {"reserve": "ticket", "prefill": "prefill"}.get(name, "sequence")
+            job = _Job(session, body.request, phase, self._blocks_of(body.request))
             job.window = body.request.token_window
             assert job.key not in self.held, f"{self.worker_id} was given {job.key} twice"
             self.held[job.key] = job
@@ -262,6 +282,9 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             else:
                 found.window += body.tokens
                 found.credit.set()
+
+    def _blocks_of(self, request: worker_pb2.WorkerRequest) -> int:
+        return self.geometry.blocks_for(len(request.prompt) + len(request.delivered) + 1)
 
     def _refuse(
         self,
@@ -404,7 +427,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
     def _branch(self, trunk: _Job) -> None:
         """Put its branches in the place of a trunk."""
         for sample in trunk.samples:
-            job = _Job(trunk.session, sample, "sequence", window=sample.token_window)
+            job = _Job(trunk.session, sample, "sequence", self._blocks_of(sample), window=sample.token_window)
             assert job.key not in self.held, f"{self.worker_id} was given {job.key} twice"
             if job.key not in trunk.unwanted:
                 self.held[job.key] = job
@@ -420,6 +443,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         index = len(job.request.delivered)
         while True:
             while job.window <= 0:
+                job.paused_at = time.monotonic()
                 job.credit.clear()
                 await job.credit.wait()
             await self._at("token", job, index)

@@ -57,7 +57,7 @@ def worker_config(
 
 # A test process that is killed must not leave workers behind: the kernel sees to it (PR_SET_PDEATHSIG). The child
 # asks for it itself: code between fork and exec is not safe in a process with gRPC's threads.
-_RUN_MODULE = (
+RUN_MODULE = (
     "import ctypes, runpy, sys; ctypes.CDLL(None).prctl(1, 9); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 )
@@ -97,7 +97,7 @@ class WorkerProcess:
             return
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _RUN_MODULE, self._module, str(path)],
+                [sys.executable, "-c", RUN_MODULE, self._module, str(path)],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

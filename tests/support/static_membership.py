@@ -7,11 +7,20 @@ from collections.abc import Sequence
 
 import grpc
 
-from protos import membership_pb2, membership_pb2_grpc
+from protos import membership_pb2, membership_pb2_grpc, routers_pb2_grpc
+
+
+class _Anybody(routers_pb2_grpc.RoutersServicer):
+    """Takes every router's registration, and does nothing with it."""
+
+    async def Register(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        while await context.read() is not grpc.aio.EOF:
+            pass
 
 
 class StaticMembership(membership_pb2_grpc.MembershipServicer):
-    """Serves `Membership.Watch`; `set` changes the list for all watchers."""
+    """Serves `Membership.Watch`; `set` changes the list for all watchers. Routers may register, to no effect, and
+    keys are not given."""
 
     def __init__(self, port: int = 0) -> None:
         self._port = port
@@ -24,6 +33,7 @@ class StaticMembership(membership_pb2_grpc.MembershipServicer):
     async def start(self) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         membership_pb2_grpc.add_MembershipServicer_to_server(self, self._server)
+        routers_pb2_grpc.add_RoutersServicer_to_server(_Anybody(), self._server)
         self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
         self.address = f"127.0.0.1:{self._port}"
         await self._server.start()

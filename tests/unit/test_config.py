@@ -87,6 +87,14 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"prefill.workers": 0}, "prefill.workers", 0, "or at least 1 aggregated worker"),
         ({"decode.scheduler.max_num_seqs": 1000}, "decode.scheduler.max_num_seqs", 1000, "max_num_batched_tokens"),
         ({"transfer.credit_bytes": "300KiB"}, "transfer.credit_bytes", 300 << 10, "twice message_bytes"),
+        ({"router.replicas": 0}, "router.replicas", 0, "greater than or equal to 1"),
+        (
+            {"router.replicas": 3, "router.grpc_port": 65534},
+            "router.grpc_port",
+            65534,
+            "at most 65533 with 3 routers",
+        ),
+        ({"router.claim_ttl_s": 5}, "router.claim_ttl_s", 5, "at least twice dead_after_s (3)"),
         ({"dead_after_s": 0.6}, "dead_after_s", 0.6, "at least twice heartbeat_s"),
         ({"decode.preemption": "drop"}, "decode.preemption", "drop", "'auto', 'swap' or 'recompute'"),
         ({"decode.preemption": "swap"}, "decode.preemption", "swap", "auto or recompute while swap_memory is 0"),
@@ -470,3 +478,16 @@ class TestAvailableMemory:
 
     def test_this_machine(self) -> None:
         assert (available_memory() or 0) > 0
+
+
+def test_several_routers_differ_in_name_and_port(model: Path) -> None:
+    config = load_config(None, {"router.replicas": 2, "router.grpc_port": 6000, "dead_after_s": 7})
+    routers = [
+        config.router_config(model_path=model, served_name="m", controller="c:1", index=index) for index in range(2)
+    ]
+    assert [(r.router_id, r.grpc_port) for r in routers] == [("pdserve-router-0", 6000), ("pdserve-router-1", 6001)]
+    assert routers[0].claim_ttl_s == 14.0, "workers must have let go before a key is free"
+    free = load_config(None, {"router.replicas": 2, "router.grpc_port": 0})
+    ports = [free.router_config(model_path=model, served_name="m", controller="c", index=n).grpc_port for n in (0, 1)]
+    assert ports == [0, 0]
+    assert free.claim_ttl_s == 10.0

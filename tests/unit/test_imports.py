@@ -25,6 +25,7 @@ SERVING = ("ray", "pydantic", "typer")
 HEAVY = ("torch", "transformers", "triton")
 
 PDCORE = (
+    "addresses",
     "clock",
     "config",
     "config_json",
@@ -71,6 +72,7 @@ CASES = [
         (f"router.{name}", (*others("router"), *WIRE, *SERVING, *HEAVY))
         for name in ("policy", "admission", "tracker")
     ],
+    ("cluster.claims", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("engine.engine", (*others("engine"), *WIRE, *SERVING)),
     ("engine.loader", (*others("engine"), *WIRE, *SERVING)),
     ("engine.model_store", (*others("engine"), *WIRE, *SERVING)),

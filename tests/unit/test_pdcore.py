@@ -145,7 +145,12 @@ def test_everything_on_the_wire_round_trips() -> None:
         1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, {"preempt": 12}, 1.5, 13, 14, 15, 16, 17, 18, 19, {"sends_failed": 20}
     )
     load = replace(
-        load, step_time=StepTime(1.5, 0.25, 0.125, 0.5, 17, 18, 1.25), yielding_requests=19, yielding_blocks=20
+        load,
+        step_time=StepTime(1.5, 0.25, 0.125, 0.5, 17, 18, 1.25),
+        yielding_requests=19,
+        yielding_blocks=20,
+        stalled_requests=21,
+        stalled_blocks=22,
     )
     assert convert.load_from_proto(convert.load_to_proto(load)) == load
     params = SamplingParams(9, 0.5, 4, 0.75, 0.25, 2**63 + 1, (1, 2), 3)

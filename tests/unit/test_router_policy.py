@@ -15,7 +15,7 @@ from pdcore.types import Role, WorkerLoad
 from router.fleet import Fleet
 from router.links import Links
 from router.policy import Mode, NoRoute, Route, RouteRequest, choose
-from router.snapshot import InFlight, WorkerSnapshot
+from router.snapshot import STALLED_PER_PLACE, InFlight, WorkerSnapshot
 
 FREE = WorkerLoad(free_blocks=100, total_blocks=100)
 
@@ -112,6 +112,31 @@ def test_a_report_that_crossed_a_request_hides_nothing() -> None:
     # The report came after the request was sent, but was made before it arrived: nothing is new, 900 tokens are mine.
     mine = {"prefill_tokens": 1900, "longest_prefill": 950, "requests": 2}
     assert no_route(asks(200), p(**mine), d()).busy is True
+
+
+def test_what_two_routers_have_sent_is_counted_once_each() -> None:
+    """The report has the work of both; mine since then is added, and nothing of mine that it has is counted twice."""
+    load = replace(FREE, running=3, waiting=1, open_tickets=2, queued_prefill_tokens=700, free_blocks=40)
+    mine = InFlight(requests=4, prefill_tokens=500, new_requests=1, new_prefill_tokens=200, new_blocks=5)
+    seen = worker("d0", Role.DECODE, load, mine)
+    assert (seen.requests, seen.queued_prefill_tokens, seen.free_blocks) == (7, 900, 35)
+    # What the other one has sent fills the last place for this one too.
+    assert no_route(SHORT, p(), worker("d0", Role.DECODE, replace(FREE, running=7), InFlight(new_requests=1))).busy
+
+
+def test_clients_that_take_nothing_hold_no_place_and_no_memory() -> None:
+    load = replace(FREE, running=1, paused=300, free_blocks=0, stalled_requests=128, stalled_blocks=50)
+    seen = worker("d0", Role.DECODE, load)
+    assert (seen.requests, seen.free_blocks) == (301 - 128, 50)
+    assert no_route(SHORT, p(), seen).busy
+    some = replace(load, paused=100, stalled_requests=100)
+    assert route(SHORT, p(), worker("d0", Role.DECODE, some)).decode == "d0"
+    assert no_route(SHORT, p(), worker("d0", Role.DECODE, replace(some, stalled_blocks=6))).busy
+    # But they are remembered, so there is a bound to them too.
+    many = replace(load, paused=1000, stalled_requests=1000)
+    assert worker("d0", Role.DECODE, many).requests == 1001 - STALLED_PER_PLACE * 8
+    gone = worker("d0", Role.DECODE, replace(FREE, stalled_requests=3))
+    assert gone.requests == 0
 
 
 def test_equals_take_turns() -> None:

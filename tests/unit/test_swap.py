@@ -463,11 +463,18 @@ class TestStalledClients:
         waiting = request("waiting", 20, 20)
         engine.add(waiting, GENERATE)
         assert engine.schedule() is None, "the client may be about to take its tokens"
+        load = engine.load()
+        assert (load.paused, load.stalled_requests, load.stalled_blocks) == (1, 0, 0)
         clock.advance(STALL_S)
+        load = engine.load()
+        assert (load.stalled_requests, load.stalled_blocks) == (1, 4), "routers count it as free"
         tokens += run(engine, copier=copier)
         check_exact(runner, tokens, [waiting])
         load = engine.load()
         assert (load.paused, load.swapped, load.preemptions) == (1, int(mode == "swap"), 1)
+        clock.advance(STALL_S)
+        load = engine.load()
+        assert (load.stalled_requests, load.stalled_blocks) == (1, 0), "it holds no memory now, and no place"
         while len(tokens) < 40:
             engine.add_credit(slow.key, 2)
             tokens += run(engine, copier=copier)

@@ -1,0 +1,264 @@
+"""The routers of a cluster: one in this process, or several in processes of their own, kept alive like workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from pdcore.config import RouterConfig
+from pdcore.config_json import to_json
+from pdcore.errors import PdserveError
+from router.service import RouterServer
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0  # a router's start, its tokenizer included
+_STOP_S = 10.0
+_DRAIN_SPARE_S = 5.0
+_FIRST_BACKOFF_S = 1.0
+_MAX_BACKOFF_S = 30.0
+_LOOK_S = 1.0  # between looks at the list of routers
+_HUNG_AFTER = 4  # times `dead_after_s`, off the list with a live process
+_READY = "READY "
+
+
+class Routers(Protocol):
+    """What the controller does with its routers, wherever they run."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """``host:port`` of each, once they have been started. Restarts keep them."""
+        ...
+
+    async def start(self) -> None:
+        """Raises PdserveError if one cannot start."""
+        ...
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, let running requests finish. False if some did not."""
+        ...
+
+    async def stop(self) -> None:
+        """End all of them at once. Idempotent."""
+        ...
+
+
+class HostedRouter:
+    """The only router, in this process: it lives and dies with the controller."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._router = RouterServer(config)
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return [self._router.address]
+
+    async def start(self) -> None:
+        await self._router.start()
+
+    async def drain(self, timeout_s: float) -> bool:
+        return await self._router.drain(timeout_s)
+
+    async def stop(self) -> None:
+        await self._router.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class RouterInfo:
+    """What a router's process said when it was ready."""
+
+    address: str
+    incarnation: str
+    pid: int
+
+
+class RouterProcess:
+    """One router's process over all of its lives, ``python -m router -``. It ends when this process does."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.info: RouterInfo | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def router_id(self) -> str:
+        return self.config.router_id
+
+    async def start(self) -> RouterInfo:
+        """Start it, on the port that it had before, and wait until it listens.
+
+        Raises:
+            PdserveError: it does not within its bound, or ends; its own words are on standard error.
+        """
+        process = self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "router", "-"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C at the terminal is for us: we drain it
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(_START_S):
+                process.stdin.write(json.dumps(json.loads(to_json(self.config))).encode() + b"\n")
+                await process.stdin.drain()
+                line = (await process.stdout.readline()).decode()
+        except (TimeoutError, OSError) as error:
+            await self.stop()
+            raise PdserveError(f"{self.router_id} is not ready after {_START_S:g} s") from error
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+        if not line.startswith(_READY):
+            await self.stop()
+            raise PdserveError(f"{self.router_id} cannot start; it said why on standard error")
+        self.info = RouterInfo(**json.loads(line.removeprefix(_READY)))
+        port = int(self.info.address.rpartition(":")[2])
+        self.config = replace(self.config, grpc_port=port)  # clients know it by this one
+        return self.info
+
+    async def watch(self) -> int:
+        """Wait for its process to end; returns the exit status, negative for a signal."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let it finish what it has, and end. False if it cut something off."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return True  # dead, and its requests with it: there is nothing to wait for
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await process.wait() == 0
+        except TimeoutError:
+            return False
+
+    async def stop(self) -> None:
+        """End it, by force if it must be."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+class RouterProcesses:
+    """Several routers, each in a process of its own.
+
+    ::
+
+        start() -> listens -> watch() --it ended--> start() again, on the same port, after a pause if that fails
+                      '- off the controller's list for long: killed
+
+    Args:
+        configs: of each. They differ in id and port.
+        report: told, in one line each, what a person at the terminal wants to know.
+        listed: whether the router of this id is on the controller's list now.
+        died: told of a router (id and incarnation) whose process has ended.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[RouterConfig],
+        report: Callable[[str], None],
+        *,
+        listed: Callable[[str], bool],
+        died: Callable[[str, str], None],
+    ) -> None:
+        self._routers = [RouterProcess(config) for config in configs]
+        self._hung_after_s = _HUNG_AFTER * configs[0].dead_after_s
+        self._report = report
+        self._listed = listed
+        self._died = died
+        self._keepers: list[asyncio.Task[None]] = []
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        return [router.info.address for router in self._routers if router.info is not None]
+
+    async def start(self) -> None:
+        infos = await asyncio.gather(*(router.start() for router in self._routers))
+        for router, info in zip(self._routers, infos, strict=True):
+            self._report(f"{router.router_id} is ready at {info.address} (pid {info.pid})")
+            keeper = asyncio.create_task(self._keep(router), name=router.router_id)
+            keeper.add_done_callback(self._keeper_ended)
+            self._keepers.append(keeper)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """As `Routers.drain`; deaths are no longer mended from here on. Each router's own bound is the
+        configuration's ``drain_timeout_s``, so `timeout_s` should not be less."""
+        await self._end_keepers()
+        drains = [router.drain(timeout_s + _DRAIN_SPARE_S) for router in self._routers]
+        return all(await asyncio.gather(*drains))
+
+    async def stop(self) -> None:
+        await self._end_keepers()
+        await asyncio.gather(*(router.stop() for router in self._routers))
+
+    async def _end_keepers(self) -> None:
+        keepers, self._keepers = self._keepers, []
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+
+    async def _keep(self, router: RouterProcess) -> None:
+        while True:
+            status = await self._until_ended(router)
+            assert router.info is not None
+            self._died(router.router_id, router.info.incarnation)
+            self._report(f"{router.router_id} has died (exit status {status}); it is started again")
+            backoff = _FIRST_BACKOFF_S
+            while True:
+                try:
+                    info = await router.start()
+                    break
+                except (PdserveError, OSError) as error:
+                    self._report(f"{router.router_id} is not back, next try in {backoff:.0f} s: {error}")
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, _MAX_BACKOFF_S)
+            self._report(f"{router.router_id} is back at {info.address} (pid {info.pid})")
+
+    async def _until_ended(self, router: RouterProcess) -> int:
+        """Wait for the router's process to end; one that has long been off the list is made to."""
+        watching = asyncio.ensure_future(router.watch())
+        silent_since: float | None = None
+        try:
+            while not (await asyncio.wait({watching}, timeout=_LOOK_S))[0]:
+                now = time.monotonic()
+                if self._listed(router.router_id):
+                    silent_since = None
+                elif silent_since is None:
+                    silent_since = now
+                elif now - silent_since >= self._hung_after_s:
+                    self._report(f"{router.router_id} has been silent for {self._hung_after_s:g} s and is killed")
+                    router.kill()
+                    silent_since = None
+        finally:
+            watching.cancel()
+        return watching.result()
+
+    def _keeper_ended(self, keeper: asyncio.Task[None]) -> None:
+        if keeper.cancelled():
+            return
+        error = keeper.exception()
+        logger.error("the keeper of %s has failed", keeper.get_name(), exc_info=error)
+        self._report(f"{keeper.get_name()} is watched no longer, nobody will start it again: {error!r}")
