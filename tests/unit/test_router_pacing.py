@@ -109,9 +109,20 @@ class Written:
         self.events.append(event)
 
 
+class NoKeys:
+    """Claims of requests without an idempotency key."""
+
+    async def give_back(self, claim: object) -> None:
+        assert claim is None
+
+
+INTERVAL_S = 0.3
+"""Long enough for a few turns of the event loop of a busy machine."""
+
+
 class Always(Pacer):
     def look(self, now: float) -> float:
-        return 0.05
+        return INTERVAL_S
 
 
 async def many_turns() -> None:
@@ -122,6 +133,7 @@ async def many_turns() -> None:
 async def test_the_tokens_of_an_interval_are_one_message_and_the_first_after_a_rest_comes_at_once() -> None:
     service = GenerationService.__new__(GenerationService)
     service._clock, service._pacer, service._turns = MonotonicClock(), Always(0.0), Turns()
+    service._claims = NoKeys()  # type: ignore[assignment]
     running, client = Running(), Written()
     call = _Call("r", [running], asyncio.current_task())  # type: ignore[list-item, arg-type]
     stream = asyncio.create_task(service._stream(call, 0, client))  # type: ignore[arg-type]
@@ -133,8 +145,10 @@ async def test_the_tokens_of_an_interval_are_one_message_and_the_first_after_a_r
             running.stream.push(token, False, None)
             await many_turns()
         assert list(client.events[-1].token_ids) == [first]  # it waits
-        await asyncio.sleep(0.2)
+        while list(client.events[-1].token_ids) == [first]:
+            await asyncio.sleep(0.01)
         assert list(client.events[-1].token_ids) == [first + 1, first + 2]
+        await asyncio.sleep(1.5 * INTERVAL_S)
     assert "".join(event.text for event in client.events) == "abcdef"
     assert running.taken == 6
     running.stream.end(Terminal(Outcome(FinishReason.LENGTH), 1, 6, Timeline(0.0)))
@@ -191,6 +205,7 @@ async def test_reports_are_read_while_many_streams_have_news() -> None:
     """Fifty streams, of which one can be written in a pass, and a report for all of them every pass."""
     service = GenerationService.__new__(GenerationService)
     service._clock, service._pacer, service._turns = MonotonicClock(), Pacer(math.inf), Turns(at_once=1)
+    service._claims = NoKeys()  # type: ignore[assignment]
     running, clients = [Running() for _ in range(50)], [Written() for _ in range(50)]
     streams = []
     for one, client in zip(running, clients, strict=True):
