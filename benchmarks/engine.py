@@ -2,12 +2,12 @@
 
     python benchmarks/engine.py --model smollm2-135m --threads 2 --json out.json
 
-Three tables:
+Two tables:
 
-*policies*: requests of mixed lengths, classes and tenants arrive at random, faster than the engine serves them for a
-while; the same requests at the same times for each policy. *gap*: 8 requests decode, then a long prompt arrives: the
-longest time between two tokens of a running request, and when the prompt has its first token. *bookkeeping*: share of
-a decode step that is not the forward pass.
+*gap*: 8 requests decode, then a long prompt arrives: the longest time between two tokens of a running request, what
+is usual meanwhile, and when the prompt has its first token. *policies*: requests of mixed lengths, classes and
+tenants arrive at random, faster than the engine serves them for a while; the same requests at the same times for each
+policy.
 
 With ``--cpu-clock`` and one thread all times, those of arrivals too, are the CPU time of this process: what others do
 on the machine meanwhile changes little then.
@@ -16,27 +16,25 @@ on the machine meanwhile changes little then.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import itertools
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # this file hides the package else
 
 import numpy as np
 import torch
 
+from benchmarks.decoding import gaps_of, greedy_spec
+from benchmarks.report import machine, milliseconds, print_table, write_json
 from engine.engine import Engine, SequenceKind
 from engine.loader import load_runner
 from engine.model_store import resolve_model
 from engine.step import ModelRunner
 from pdcore.config import QUEUE_POLICIES, EngineConfig, QueueConfig, SchedulerConfig
-from pdcore.types import PriorityClass, RequestKey, RequestSpec, SamplingParams
+from pdcore.types import PriorityClass, RequestSpec
 
 BLOCK = 16
 
@@ -82,37 +80,25 @@ class PolicyRow:
     policy: str
     makespan_s: float
     tokens_per_s: float
-    ttft_p50: float
-    ttft_p99: float
-    interactive_ttft_p50: float
-    interactive_ttft_p99: float
-    light_tenant_ttft_p50: float
-    itl_p50: float
-    itl_p99: float
+    ttft_p50: float | None
+    ttft_p99: float | None
+    interactive_ttft_p50: float | None
+    interactive_ttft_p99: float | None
+    light_tenant_ttft_p50: float | None
+    itl_p50: float | None
+    itl_p99: float | None
 
 
 @dataclass(frozen=True)
 class GapRow:
-    """Milliseconds. `steps`: that the prompt took."""
+    """Milliseconds. Gaps: from one token of a stream to its next, while the prompt is computed. `steps`: of it."""
 
     setting: str
-    worst_gap: float
-    median_gap: float
+    worst_gap: float | None
+    p90_gap: float | None
+    p50_gap: float | None
     prompt_ttft: float
     steps: int
-
-
-@dataclass(frozen=True)
-class BookkeepingRow:
-    sequences: int
-    step_ms: float
-    bookkeeping_ms: float
-    share: float
-
-
-def make_spec(name: str, prompt: np.ndarray, max_tokens: int, **more: object) -> RequestSpec:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return RequestSpec(RequestKey(name, 0), tuple(prompt.tolist()), params, token_window=1 << 30, **more)  # type: ignore[arg-type]
 
 
 def mixed_requests(count: int, interval_s: float, vocab: int, seed: int) -> list[Arrival]:
@@ -125,7 +111,7 @@ def mixed_requests(count: int, interval_s: float, vocab: int, seed: int) -> list
         length = int(np.clip(typical * rng.lognormal(0.0, 0.5), 8, 1024))
         tokens = int(np.clip(output * rng.lognormal(0.0, 0.3), 2, 96))
         tenant = str(rng.choice(["heavy", "light"], p=[0.8, 0.2]))
-        spec = make_spec(f"r{i}", rng.integers(0, vocab, length), tokens, priority=priority, tenant=tenant)
+        spec = greedy_spec(f"r{i}", rng.integers(0, vocab, length), tokens, priority=priority, tenant=tenant)
         arrivals.append(Arrival(at, spec))
         at += float(rng.exponential(interval_s))
     return arrivals
@@ -149,17 +135,13 @@ class Session:
             setup.runner, replace(setup.config, scheduler=scheduler, prefix_cache=False), setup.clock
         )
         self.times: dict[str, list[float]] = {}
-        self.forward_s = 0.0
 
     def step(self) -> bool:
         """One step; False if there was nothing to do."""
         plan = self.engine.schedule()
         if plan is None:
             return False
-        began = self.clock.now()
-        output = self.engine.execute(plan)
-        self.forward_s += self.clock.now() - began
-        result = self.engine.apply(plan, output)
+        result = self.engine.apply(plan, self.engine.execute(plan))
         now = self.clock.now()
         for token in result.tokens:
             self.times.setdefault(token.key.request_id, []).append(now)
@@ -176,16 +158,6 @@ class Session:
             if not self.step() and waiting:
                 self.clock.sleep(max(0.0, waiting[0].at - (self.clock.now() - start)))
         return start
-
-
-def percentiles(values: Iterable[float], *which: float) -> list[float]:
-    """In milliseconds."""
-    found = list(values)
-    return [round(1e3 * float(np.percentile(found, p)), 1) if found else float("nan") for p in which]
-
-
-def gaps_of(times: Iterable[Sequence[float]]) -> list[float]:
-    return [later - earlier for row in times for earlier, later in itertools.pairwise(row)]
 
 
 def run_policy(policy: str, setup: Setup, arrivals: Sequence[Arrival]) -> PolicyRow:
@@ -210,10 +182,10 @@ def run_policy(policy: str, setup: Setup, arrivals: Sequence[Arrival]) -> Policy
         policy,
         round(end - start, 1),
         round(tokens / (end - start), 1),
-        *percentiles(ttft.values(), 50, 99),
-        *percentiles(of(PriorityClass.INTERACTIVE), 50, 99),
-        *percentiles(of("light"), 50),
-        *percentiles(gaps_of(session.times.values()), 50, 99),
+        *milliseconds(ttft.values(), 50, 99),
+        *milliseconds(of(PriorityClass.INTERACTIVE), 50, 99),
+        *milliseconds(of("light"), 50),
+        *milliseconds(gaps_of(session.times.values()), 50, 99),
     )
     print(row, file=sys.stderr, flush=True)
     return row
@@ -226,53 +198,22 @@ def run_gap(setting: str, setup: Setup, scheduler: SchedulerConfig, prompt_token
     session = Session(setup, scheduler)
     # What the model of step times knows when this begins: some prompts and decodes, as on a worker that has served.
     for i in range(8):
-        spec = make_spec(f"d{i}", rng.integers(0, vocab, 128), min(4096, session.engine.max_model_len - 128))
+        spec = greedy_spec(f"d{i}", rng.integers(0, vocab, 128), min(4096, session.engine.max_model_len - 128))
         session.engine.add(spec, SequenceKind.GENERATE)
         session.step()
     for _ in range(12):
         session.step()
     warm = {name: len(times) for name, times in session.times.items()}
-    session.engine.add(make_spec("long", rng.integers(0, vocab, prompt_tokens), 1), SequenceKind.GENERATE)
+    session.engine.add(greedy_spec("long", rng.integers(0, vocab, prompt_tokens), 1), SequenceKind.GENERATE)
     began, steps = session.clock.now(), 0
     while "long" not in session.times:
         session.step()
         steps += 1
-    for _ in range(3):
-        session.step()
     gaps = gaps_of(times[warm[name] - 1 :] for name, times in session.times.items() if name in warm)
-    worst, median = percentiles([max(gaps)], 50)[0], percentiles(gaps, 50)[0]
-    row = GapRow(setting, worst, median, round(1e3 * (session.times["long"][0] - began), 1), steps)
+    ttft = round(1e3 * (session.times["long"][0] - began), 1)
+    row = GapRow(setting, *milliseconds(gaps, 100, 90, 50), ttft, steps)
     print(row, file=sys.stderr, flush=True)
     return row
-
-
-def run_bookkeeping(setup: Setup, sequences: int, steps: int) -> BookkeepingRow:
-    rng = np.random.default_rng(1)
-    scheduler = SchedulerConfig(1024, sequences, 1024, target_itl_ms=1000.0)
-    session = Session(setup, scheduler)
-    for i in range(sequences):
-        spec = make_spec(f"s{i}", rng.integers(0, setup.runner.model.vocab_size, 64), steps + 40)
-        session.engine.add(spec, SequenceKind.GENERATE)
-    while len(session.times) < sequences:
-        session.step()
-    session.forward_s = 0.0
-    began = session.clock.now()
-    for _ in range(steps):
-        session.step()
-    total = session.clock.now() - began
-    other = total - session.forward_s
-    return BookkeepingRow(
-        sequences, round(1e3 * total / steps, 2), round(1e3 * other / steps, 3), round(other / total, 4)
-    )
-
-
-def table(title: str, rows: Sequence[object]) -> None:
-    print(f"\n{title}")
-    dicts = [asdict(row) for row in rows]  # type: ignore[call-overload]
-    widths = {key: max(len(key), *(len(str(d[key])) for d in dicts)) for key in dicts[0]}
-    print("  ".join(f"{key:>{width}}" for key, width in widths.items()))
-    for entry in dicts:
-        print("  ".join(f"{entry[key]!s:>{width}}" for key, width in widths.items()))
 
 
 def main() -> None:
@@ -284,8 +225,7 @@ def main() -> None:
     parser.add_argument("--interval-ms", type=float, default=120.0, help="mean time between two arrivals")
     parser.add_argument("--policies", nargs="*", default=list(QUEUE_POLICIES), choices=QUEUE_POLICIES)
     parser.add_argument("--long-prompt", type=int, default=4096, help="tokens; 0 leaves the gap's table out")
-    parser.add_argument("--target-itl-ms", type=float, default=100.0)
-    parser.add_argument("--sequences", type=int, default=32, help="of the bookkeeping's table; 0 leaves it out")
+    parser.add_argument("--target-itl-ms", type=float, nargs="*", default=[200.0, 400.0], help="of the gap's table")
     parser.add_argument("--cpu-clock", action="store_true", help="count CPU time; needs --threads 1")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -295,45 +235,33 @@ def main() -> None:
         parser.error("--cpu-clock counts the time of all threads: give --threads 1")
     torch.set_num_threads(args.threads)
     resolved = resolve_model(args.model, progress=print)
-    tokens = max(args.long_prompt + 8 * 1024, 8 * 1200, args.sequences * 256)
+    tokens = max(args.long_prompt + 8 * 1024, 8 * 1200)
     config = EngineConfig(str(resolved.path), resolved.served_name, dtype=args.dtype, num_blocks=tokens // BLOCK)
     setup = Setup(load_runner(config), config, CpuClock() if args.cpu_clock else WallClock())
     longest = setup.runner.model.max_model_len
     if args.long_prompt >= longest:
         parser.error(f"--long-prompt: {args.long_prompt} does not fit the model's context of {longest} tokens")
-    load_average = os.getloadavg()[0]
-    data: dict[str, object] = {
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "machine": {"cores": os.cpu_count(), "load_average": load_average},
-    }
+    start, tables = machine(), dict[str, Sequence[object]]()
     clock = "CPU" if args.cpu_clock else "wall"
-    print(f"{resolved.served_name}, {args.dtype}, {args.threads} threads, {clock} time; load {load_average:.1f}")
+    print(f"{resolved.served_name}, {args.dtype}, {args.threads} threads, {clock} time; {start}")
 
-    if args.sequences:
-        rows: list[object] = [run_bookkeeping(setup, args.sequences, steps=40)]
-        table("Bookkeeping: scheduling, building the step and booking its results", rows)
-        data["bookkeeping"] = [asdict(row) for row in rows]  # type: ignore[call-overload]
     if args.long_prompt:
         whole = args.long_prompt + 64
-        settings = [
-            ("unchunked", SchedulerConfig(whole, 16, whole)),
-            ("chunk 512", SchedulerConfig(512 + 16, 16, 512)),
-            ("chunk 128", SchedulerConfig(128 + 16, 16, 128)),
-            (
-                f"target {args.target_itl_ms:g} ms",
-                SchedulerConfig(512 + 16, 16, 512, target_itl_ms=args.target_itl_ms),
-            ),
-        ]
-        rows = [run_gap(name, setup, scheduler, args.long_prompt) for name, scheduler in settings]
-        table(f"A prompt of {args.long_prompt} tokens arrives among 8 decodes (ms)", rows)
-        data["gap"] = [asdict(row) for row in rows]  # type: ignore[call-overload]
+        settings = {
+            "unchunked": SchedulerConfig(whole, 16, whole),
+            "chunk 512": SchedulerConfig(512 + 16, 16, 512),
+            "chunk 128": SchedulerConfig(128 + 16, 16, 128),
+        }
+        for target in args.target_itl_ms:
+            settings[f"target {target:g} ms"] = SchedulerConfig(512 + 16, 16, 512, target_itl_ms=target)
+        tables["gap"] = [run_gap(name, setup, scheduler, args.long_prompt) for name, scheduler in settings.items()]
+        print_table(f"A prompt of {args.long_prompt} tokens arrives among 8 decodes (ms)", tables["gap"])
     if args.requests:
         arrivals = mixed_requests(args.requests, args.interval_ms / 1e3, setup.runner.model.vocab_size, args.seed)
-        rows = [run_policy(policy, setup, arrivals) for policy in args.policies]
-        table(f"{args.requests} requests of mixed lengths, one each {args.interval_ms:g} ms (ms)", rows)
-        data["policies"] = [asdict(row) for row in rows]  # type: ignore[call-overload]
-    if args.json:
-        args.json.write_text(json.dumps(data, indent=2) + "\n")
+        tables["policies"] = [run_policy(policy, setup, arrivals) for policy in args.policies]
+        title = f"{args.requests} requests of mixed lengths, one each {args.interval_ms:g} ms (ms)"
+        print_table(title, tables["policies"])
+    write_json(args.json, args, start, tables)
 
 
 if __name__ == "__main__":
