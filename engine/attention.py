@@ -3,11 +3,10 @@
 `plan_attention` turns the flat arrays of a step into groups of sequences once per step; `attend` runs one layer. The
 layer loop then does a fixed, small number of tensor operations per group, whatever number of sequences is in it.
 
-Sequences that decode go to our own code where the arithmetic is float32 (`engine.native.attention`), which reads the
-cache where it lies.
-
-torch's own scaled_dot_product_attention is not used: with its few query heads per KV head it is about half as fast
-here as a matrix product with those heads folded into the rows, softmax, and a second product.
+Where the arithmetic is float32 our own code does it, and reads the cache where it lies (`engine.native.attention` for
+sequences that decode, `engine.native.prefill` for the others). Elsewhere K and V are gathered, and it is a matrix
+product with the query heads of a KV head folded into the rows, softmax, and a second product. torch's
+scaled_dot_product_attention is not used: `benchmarks/prefill_attention.py` has the two side by side.
 
 A plan may have a window: a query at position p then sees only the keys at positions above ``p - window``. Blocks that
 no query of a step sees are not read; they stay in the cache, for the prefix cache and for transfers.
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from engine.kv_cache import PagedKvCache
 from engine.native.attention import DecodeKernel, decode_kernel
+from engine.native.prefill import PrefillKernel, prefill_kernel
 from engine.step import StepInput
 
 _DECODE_KV_BYTES = 3 << 19  # gathered K and V of one decode group: about what a core's own cache holds
@@ -116,10 +116,12 @@ class AttentionPlan:
     Attributes:
         write_slots: int64 [T * 2 * kv_heads]; rows of `PagedKvCache.slots_of` for K and V.
         kernel: does all sequences with one query token, in place of `decodes`; None where it cannot.
+        prefill_kernel: does all others, in place of `prefills`; likewise.
     """
 
     write_slots: torch.Tensor
     kernel: DecodeKernel | None
+    prefill_kernel: PrefillKernel | None
     decodes: tuple[_DecodeGroup, ...]
     prefills: tuple[_PrefillGroup, ...]
 
@@ -129,9 +131,10 @@ def plan_attention(
 ) -> AttentionPlan:
     """Group the sequences of a step. `dtype` is that of scores and masks. `window`: see the module; None is all."""
     planner = _Planner(step, cache, shape, dtype, window)
-    kernel = planner.decode_kernel()
+    kernel, prompts = planner.decode_kernel(), planner.prefill_kernel()
     decodes = planner.decode_groups() if kernel is None else ()
-    return AttentionPlan(planner.write_slots(), kernel, decodes, planner.prefill_groups())
+    prefills = planner.prefill_groups() if prompts is None else ()
+    return AttentionPlan(planner.write_slots(), kernel, prompts, decodes, prefills)
 
 
 def write_kv(plan: AttentionPlan, cache: PagedKvCache, layer: int, kv: torch.Tensor) -> None:
@@ -153,6 +156,9 @@ def attend(plan: AttentionPlan, cache: PagedKvCache, layer: int, q: torch.Tensor
     if plan.kernel is not None:
         decodes = slice(plan.kernel.num_seqs)
         plan.kernel(cache.slots_of(layer), q[decodes], out[decodes], shape.score_scale)
+    if plan.prefill_kernel is not None:
+        rest = slice(len(q) - plan.prefill_kernel.num_tokens, None)
+        plan.prefill_kernel(cache.slots_of(layer), q[rest], out[rest], shape.score_scale)
     for group in plan.decodes:
         keys, values = _gather(group.context, cache, layer, q.dtype)
         out[group.rows] = _attend_decodes(group, q[group.rows], keys, values, shape)
@@ -255,6 +261,24 @@ class _Planner:
         return decode_kernel(
             self._step.block_tables[:count],
             self._step.context_lens[:count],
+            kv_heads=shape.num_kv_heads,
+            group=shape.group,
+            head_dim=shape.head_dim,
+            block_size=self._block_size,
+            num_blocks=geometry.num_blocks + 1,
+            window=self._window,
+        )
+
+    def prefill_kernel(self) -> PrefillKernel | None:
+        """The other sequences, whose rows follow."""
+        step, shape, geometry = self._step, self._shape, self._cache.geometry
+        if self._dtype is not torch.float32 or shape.softcap is not None:
+            return None
+        rest = slice(step.num_decodes, None)
+        return prefill_kernel(
+            step.block_tables[rest],
+            step.context_lens[rest],
+            step.query_start[rest] - step.query_start[step.num_decodes],
             kv_heads=shape.num_kv_heads,
             group=shape.group,
             head_dim=shape.head_dim,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.native.library import engine_library
 
-_TYPES: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+CACHE_TYPES: Final = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 class _Attention(ctypes.Structure):
@@ -98,7 +98,7 @@ class DecodeKernel:
             q.shape == out.shape == (len(self._lengths), self._call.kv_heads * self._call.group * self._call.head_dim)
         )
         call = self._call
-        call.layer, call.type = layer.data_ptr(), _TYPES[layer.dtype]
+        call.layer, call.type = layer.data_ptr(), CACHE_TYPES[layer.dtype]
         call.q, call.q_stride, call.out, call.scale = q.data_ptr(), q.stride(0), out.data_ptr(), scale
         if not self._attend(ctypes.addressof(call), torch.get_num_threads()):
             raise MemoryError("no memory for the scores of one sequence")

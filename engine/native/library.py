@@ -32,6 +32,8 @@ def engine_library() -> ctypes.CDLL | None:
     _declare(library.pdmm_linear, "pzzpzzpppu")
     library.pdmm_attend.restype = ctypes.c_int
     _declare(library.pdmm_attend, "pu")
+    library.pdmm_prefill.restype = ctypes.c_int
+    _declare(library.pdmm_prefill, "pu")
     _declare(library.pdmm_rms_norm, "pzzzpfp")
     _declare(library.pdmm_threads, "ppp")
     library.pdmm_linear.restype = ctypes.c_int

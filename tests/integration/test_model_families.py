@@ -67,11 +67,12 @@ def test_a_family_equals_transformers(tmp_path: Path, name: str) -> None:
 def test_windows_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, score_bytes: int) -> None:
     """Smaller than a block, as large as one, and across many; with small tiles, so that long prompts have several.
 
-    Decodes without the kernel too, as in bfloat16 arithmetic.
+    Without the kernels too, as in bfloat16 arithmetic.
     """
     monkeypatch.setattr(attention, "_SCORE_BYTES", score_bytes)
     if score_bytes == 1 << 13:
-        monkeypatch.setattr(attention, "decode_kernel", lambda *_args, **_options: None)
+        for kernel in ("decode_kernel", "prefill_kernel"):
+            monkeypatch.setattr(attention, kernel, lambda *_args, **_options: None)
     path = tiny_checkpoint(tmp_path, "mistral", sliding_window=window)
     for block_size in (8, 16):
         driver = ManualDriver(runner_for(path, block_size=block_size))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from engine import attention, loader, norm
 from engine.native import attention as native_attention
 from engine.native import linear
+from engine.native import prefill as native_prefill
 from engine.native.library import engine_library
 from pdcore.types import SamplingParams
 from tests.support.model_oracle import Oracle, greedy_equals, random_walk, runner_for, tokens_of
@@ -57,7 +58,7 @@ def oracle(tiny: Path) -> Oracle:
 @pytest.fixture
 def no_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler, or a CPU that the kernels do not know."""
-    for user in (linear, native_attention, norm):
+    for user in (linear, native_attention, native_prefill, norm):
         monkeypatch.setattr(user, "engine_library", lambda: None)
 
 
@@ -70,12 +71,15 @@ def test_native_code_is_used_where_it_can_be(tmp_path: Path) -> None:
     shape = attention.HeadShape(4, 2, 16)
     plan = attention.plan_attention(step, runner.cache, shape, torch.float32)
     assert plan.kernel is not None
-    assert (plan.kernel.num_seqs, plan.decodes, len(plan.prefills)) == (2, (), 1)
+    assert plan.prefill_kernel is not None
+    assert (plan.kernel.num_seqs, plan.prefill_kernel.num_tokens) == (2, 7)
+    assert (plan.decodes, plan.prefills) == ((), ())
     # Not in other arithmetic, nor for scores that it does not know.
     for other, dtype in ((shape, torch.bfloat16), (replace(shape, softcap=5.0), torch.float32)):
         plan = attention.plan_attention(step, runner.cache, other, dtype)
-        assert plan.kernel is None
+        assert plan.kernel is plan.prefill_kernel is None
         assert plan.decodes
+        assert plan.prefills
 
 
 @pytest.mark.usefixtures("no_native_code")
@@ -100,7 +104,7 @@ def test_random_steps_equal_transformers(tiny: Path, oracle: Oracle, block_size:
     random_walk(ManualDriver(runner_for(tiny, block_size=block_size), seed), oracle, seed, max_seqs=16)
 
 
-@pytest.mark.usefixtures("no_native_code")  # which knows no groups of decodes
+@pytest.mark.usefixtures("no_native_code")  # which knows no groups
 @pytest.mark.parametrize("score_bytes", [1 << 8, 1 << 14, 1 << 18])
 @pytest.mark.parametrize("kv_bytes", [1 << 12, 1 << 17])
 def test_grouping_limits_do_not_change_results(
@@ -231,6 +235,7 @@ def test_bf16_is_as_near_to_fp32_as_that_of_transformers(
     assert driver.runner.cache.gather(0, 1, [0], 0, 1).dtype == torch.bfloat16
 
 
+@pytest.mark.usefixtures("no_native_code")  # which keeps no scores
 def test_scores_of_a_long_prompt_stay_within_bounds(tiny: Path) -> None:
     runner = runner_for(tiny, num_blocks=600)
     driver = ManualDriver(runner)
