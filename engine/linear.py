@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.native.linear import NarrowLinear, narrow_linear
+from engine.row_sizes import padded_rows
 
 _PACK_ROWS = 512  # oneDNN picks a layout for about this many rows; it serves small batches as well
 
@@ -60,7 +61,7 @@ class Linear:
 
 
 class _PackedLinear:
-    """In oneDNN's layout."""
+    """In oneDNN's layout. It is given few numbers of rows, whatever comes: see `engine.row_sizes`."""
 
     def __init__(self, packed: torch.Tensor) -> None:
         self._packed = packed
@@ -78,6 +79,16 @@ class _PackedLinear:
     def __call__(
         self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
+        rows = x.shape[0]
+        missing = padded_rows(rows) - rows
+        if not missing:
+            return self._multiply(x, bias, residual)
+        below = (0, 0, 0, missing)
+        if residual is not None:
+            residual = F.pad(residual, below)
+        return self._multiply(F.pad(x, below), bias, residual)[:rows]
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
         operator = torch.ops.mkldnn._linear_pointwise
         out: torch.Tensor
         if residual is None:

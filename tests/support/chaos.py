@@ -39,7 +39,7 @@ from tests.support.reference import load_reference
 REQUEST_LIMIT_S = 90.0
 LEASE_S = 3.0
 DEAD_AFTER_S = 2.5
-GROWTH_BYTES = 256 << 20
+GROWTH_BYTES = 128 << 20
 GROWTH_HANDLES = 48
 SLOW_READ_AHEAD = 512
 MAX_REPLAYS = 100

@@ -62,6 +62,7 @@ CASES = [
             "swap",
             "token_rules",
             "scoring",
+            "row_sizes",
         )
     ],
     *[
