@@ -23,6 +23,7 @@ from pathlib import Path
 
 import grpc
 
+from pdcore.classes import ClassObjective, ClassObjectives
 from pdcore.config import SchedulerConfig, TransferConfig, WorkerConfig
 from pdcore.config_json import to_json
 from pdcore.types import Role
@@ -211,6 +212,7 @@ class ChaosRun:
             modules={Role.PREFILL: "tests.support.faulty_prefill"},
             max_replays=MAX_REPLAYS,
             max_queue=100_000,
+            classes=ClassObjectives(standard=ClassObjective()),  # nothing is given up for coming late
             token_window=16,
             worker_wait_s=self._limit_s,
             heartbeat_s=0.25,

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.sampler import _gumbel, _row_keys
-from pdcore.errors import DeadlineExceeded, PdserveError, Unavailable
+from pdcore.errors import DeadlineExceeded, Overloaded, PdserveError, Unavailable
 from router.client import AsyncClient, Event, finish_reason_name
 from tests.support.chaos_plan import Case, Manner, Request
 
@@ -159,7 +159,8 @@ class Judge:
         """Exactly one outcome, of those that this client can have, and tokens that are the case's:
 
         - every client may finish, with the whole answer;
-        - one with a deadline may get `DeadlineExceeded` instead, and one that cancels an end that says so;
+        - one with a deadline may get `DeadlineExceeded` instead, or be shed before its first token if it could not be
+          met, and one that cancels an end that says so;
         - one that leaves hears no end;
         - one that came when the router did not serve may be refused by `Unavailable`, before its first token;
         - no other error is right: the run allows as many replays as it can cause, and its queue holds all requests.
@@ -167,8 +168,9 @@ class Judge:
         problems = list(seen.broken)
         near_ties = 0
         if seen.error is not None:
-            deadline = isinstance(seen.error, DeadlineExceeded) and request.manner is Manner.DEADLINE
-            if not (deadline or self._nobody_was_there(seen)):
+            shed = isinstance(seen.error, Overloaded) and not seen.tokens
+            late = shed or isinstance(seen.error, DeadlineExceeded)
+            if not ((late and request.manner is Manner.DEADLINE) or self._nobody_was_there(seen)):
                 problems.append(f"ended by {type(seen.error).__name__}: {seen.error}")
             elif seen.ended:
                 problems.append("an error after the end of every sample")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.sampler import sample
-from pdcore.errors import DeadlineExceeded, InternalError, Unavailable
+from pdcore.errors import DeadlineExceeded, InternalError, Overloaded, Unavailable
 from protos import generation_pb2
 from router.client import Sampling
 from tests.support.chaos_load import Judge, Sample, Seen, Verdict, noisy_scores
@@ -75,6 +75,7 @@ def test_a_worker_is_disturbed_by_one_thing_at_a_time() -> None:
         (seen_of(2, "cancelled", asked_to_cancel=True), Manner.CANCELS),
         (seen_of(2, None, left=True), Manner.LEAVES),
         (seen_of(3, None, error=DeadlineExceeded("late")), Manner.DEADLINE),
+        (seen_of(0, None, error=Overloaded("it would be late", 1.0)), Manner.DEADLINE),
         (seen_of(0, None, error=Unavailable("no decode worker"), began=15.0), Manner.READS),
     ],
 )
@@ -91,6 +92,8 @@ def test_right_outcomes(seen: Seen, manner: Manner) -> None:
         (seen_of(2, None, error=DeadlineExceeded("late")), Manner.READS),  # no deadline
         (seen_of(4, "length", error=DeadlineExceeded("late")), Manner.DEADLINE),  # two ends
         (seen_of(2, None, error=InternalError("bug")), Manner.READS),
+        (seen_of(0, None, error=Overloaded("it would be late", 1.0)), Manner.READS),  # no deadline
+        (seen_of(1, None, error=Overloaded("it would be late", 1.0)), Manner.DEADLINE),  # it had begun
         (seen_of(2, None, error=TimeoutError()), Manner.READS),
         (seen_of(0, None, error=Unavailable("no decode worker"), began=25.0), Manner.READS),  # there was one
         (seen_of(1, None, error=Unavailable("no decode worker"), began=15.0), Manner.READS),  # it had begun
