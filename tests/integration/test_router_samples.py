@@ -131,7 +131,9 @@ async def test_a_worker_that_dies_at_any_point(model: Path, who: str, point: str
         for worker in others:
             worker.draining = False
         answers = await ask(cluster, 8)
-        assert all(answer.end.timeline.replays <= 1 for answer in answers)
+        # A failed transfer may be known before its decode worker's death: a sample goes on there, then elsewhere.
+        most = 2 if (who, point) == ("d0", "commit") else 1
+        assert all(answer.end.timeline.replays <= most for answer in answers)
 
 
 @pytest.mark.parametrize("spare", [False, True])
