@@ -226,6 +226,7 @@ def cluster_of(args: argparse.Namespace, model: Path, shedding: bool) -> NullClu
         max_queue=args.max_queue if shedding else ENDLESS,
         max_running_per_worker=args.running,
         queue=QueueConfig(args.policy),
+        claim_ttl_s=120.0,
         dead_after_s=60.0,  # a machine that is busy with other work is no dead worker
     )
 

@@ -209,6 +209,7 @@ def router_child(model_path: Path, membership: str, **options: object) -> Child:
         "max_queue": 100_000,
         "max_running_per_worker": 100_000,
         "max_queued_prefill_tokens": 1 << 30,
+        "claim_ttl_s": 120.0,
         "dead_after_s": 60.0,  # nobody dies here, and a busy machine shall not make it look so
         **options,
     }
