@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from worker.grpc_options import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
 
+MAX_REPLACED = 64
+"""Incarnations of a worker that are known to be replaced: a process of so many restarts ago is not there any more."""
 _STATES = (membership_pb2.WORKER_STATE_SERVING, membership_pb2.WORKER_STATE_DRAINING)
 
 
@@ -71,7 +74,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         self._dead_after_s, self._refresh_s = dead_after_s, refresh_s
         self._on_change = on_change
         self._entries: dict[str, _Entry] = {}
-        self._replaced: dict[str, set[str]] = {}  # worker id -> incarnations that have a successor
+        self._replaced: dict[str, deque[str]] = {}  # worker id -> late incarnations that have a successor
         self._kv_conversion = kv_conversion
         self._reference: membership_pb2.WorkerDescription | None = None
         self._first_of: dict[int, membership_pb2.WorkerDescription] = {}  # by role
@@ -214,7 +217,8 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         if old is not None and old.worker.incarnation == worker.incarnation:
             self._end(old, grpc.StatusCode.ABORTED, "the same worker has registered again")
         elif old is not None:
-            self._replaced.setdefault(worker.worker_id, set()).add(old.worker.incarnation)
+            late = self._replaced.setdefault(worker.worker_id, deque(maxlen=MAX_REPLACED))
+            late.append(old.worker.incarnation)
             self._end(old, grpc.StatusCode.FAILED_PRECONDITION, f"replaced by incarnation {worker.incarnation!r}")
         if self._reference is None:
             self._reference = worker

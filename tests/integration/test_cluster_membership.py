@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from cluster.membership import MembershipServer
+from cluster.membership import MAX_REPLACED, MembershipServer
 from pdcore.errors import ConfigError
 from protos import kv_pb2, membership_pb2, membership_pb2_grpc, worker_pb2
 from router.membership import MembershipWatcher
@@ -208,6 +208,15 @@ async def test_new_incarnation_replaces_the_old_one_for_good() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="'i2'"):
             await cluster.register(describe(incarnation="i1"))
         assert [member.worker.incarnation for member in cluster.server.members().members] == ["i2"]
+
+
+async def test_a_worker_that_restarts_for_ever_leaves_no_more_than_its_last_incarnations() -> None:
+    async with serving() as cluster:
+        for number in range(MAX_REPLACED + 10):
+            await cluster.register(describe(incarnation=f"i{number}"))
+        assert len(cluster.server._replaced["prefill-0"]) == MAX_REPLACED
+        with pytest.raises(grpc.aio.AioRpcError, match="which replaced 'i50'"):
+            await cluster.register(describe(incarnation="i50"))
 
 
 async def test_worker_may_register_again_while_its_old_stream_is_still_thought_alive() -> None:
