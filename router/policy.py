@@ -149,7 +149,8 @@ class _Choice:
         if prefill_pool.any() and not serves:
             return self._local(aggregated if aggregated.any() else decode, "prompt_too_large_for_prefill_pool")
         if not aggregated.any():
-            return self._local(decode, "prefill_pool_empty")
+            # Left out are those that have failed it, or have refused it a moment ago.
+            return self._local(decode, "prefill_pool_left_out" if fleet.prefill.any() else "prefill_pool_empty")
         if not serves:
             return self._local(aggregated, "aggregated_pool")
         reason = "request_too_large_for_decode_pool" if decode_pool.any() else "decode_pool_empty"

@@ -157,7 +157,7 @@ class QueuePump:
     def _route(self, active: ActiveRequest, now: float, held_back: frozenset[str] = frozenset()) -> Route | None:
         self._routes += 1
         asked, bad = self._asked(active, now, held_back), self._pool.health.shunned() | active.unfit
-        chosen = choose(replace(asked, exclude=asked.exclude | bad), self._pool.fleet())
+        chosen = choose(replace(asked, exclude=asked.exclude | bad) if bad else asked, self._pool.fleet())
         if bad and isinstance(chosen, NoRoute) and not chosen.busy:
             # None of the others could ever take it: rather one that fails than none.
             chosen = choose(replace(asked, avoid=asked.avoid | bad), self._pool.fleet())

@@ -78,6 +78,7 @@ def test_disaggregates_when_both_pools_serve() -> None:
 
 def test_local_without_a_prefill_pool() -> None:
     assert route(SHORT, d()) == Route(Mode.LOCAL, "d0", None, "prefill_pool_empty")
+    assert route(asks(100, exclude=frozenset({"p0"})), p(), d()).reason == "prefill_pool_left_out"
     assert route(SHORT, a(), d()) == Route(Mode.LOCAL, "a0", None, "aggregated_pool")
     assert route(SHORT, a(), p()) == Route(Mode.LOCAL, "a0", None, "decode_pool_empty")
 
