@@ -19,6 +19,7 @@ from pdcore.errors import ConfigError
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, routers_pb2
 from router.admin_service import AdminService
 from router.api_keys import ApiKeys, Door
+from router.calls import Calls
 from router.channels import public_server_options
 from router.claims import Claims
 from router.dispatcher import Dispatcher
@@ -96,9 +97,8 @@ class RouterServer:
         path = config.api_keys_file
         keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
-        generation = GenerationService(
-            config, self._dispatcher, self._text_model, door=Door(keys), claims=self._claims, clock=self._clock
-        )
+        calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
+        generation = GenerationService(calls, Door(keys))
         server = grpc.aio.server(
             interceptors=(RefuseMalformed(),), options=public_server_options(config.max_message_bytes)
         )
@@ -123,7 +123,7 @@ class RouterServer:
         self._registration = self._register()
         self._tasks = [
             asyncio.create_task(self._follow_health(), name="router-health"),
-            asyncio.create_task(generation.watch_stalls(), name="router-stalls"),
+            asyncio.create_task(calls.watch_stalls(), name="router-stalls"),
         ]
         logger.info("router %s serves %s on %s", config.router_id, config.served_name, self.address)
 

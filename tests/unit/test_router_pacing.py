@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from pdcore.clock import MonotonicClock
 from pdcore.types import FinishReason
-from protos import generation_pb2
+from router.calls import Call, Calls
 from router.effects import Outcome
-from router.generation_service import GenerationService, _Call
 from router.load_meter import LOOK_EVERY_S, Pacer, wanted_s
 from router.pacing import BUSY, IDLE, MAX_INTERVAL_S, next_interval, pause
-from router.stream import RequestStream, Terminal
+from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import Timeline
 from router.turns import Turns
@@ -103,10 +102,12 @@ class Written:
     """A client's end."""
 
     def __init__(self) -> None:
-        self.events: list[generation_pb2.GenerateEvent] = []
+        self.chunks: list[Chunk] = []
 
-    async def write(self, event: generation_pb2.GenerateEvent) -> None:
-        self.events.append(event)
+    async def begin(self, call: Call) -> None: ...
+
+    async def write(self, sample: int, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
 
 
 class NoKeys:
@@ -131,29 +132,29 @@ async def many_turns() -> None:
 
 
 async def test_the_tokens_of_an_interval_are_one_message_and_the_first_after_a_rest_comes_at_once() -> None:
-    service = GenerationService.__new__(GenerationService)
-    service._clock, service._pacer, service._turns = MonotonicClock(), Always(0.0), Turns()
-    service._claims = NoKeys()  # type: ignore[assignment]
+    calls = Calls.__new__(Calls)
+    calls.clock, calls._pacer, calls._turns = MonotonicClock(), Always(0.0), Turns()
+    calls._claims = NoKeys()  # type: ignore[assignment]
     running, client = Running(), Written()
-    call = _Call("r", [running], asyncio.current_task())  # type: ignore[list-item, arg-type]
-    stream = asyncio.create_task(service._stream(call, 0, client))  # type: ignore[arg-type]
+    call = Call("r", [running], asyncio.current_task())  # type: ignore[list-item, arg-type]
+    stream = asyncio.create_task(calls._stream(call, 0, client))  # type: ignore[arg-type]
     for first in (0, 3):
         running.stream.push(first, False, None)
         await many_turns()
-        assert [list(event.token_ids) for event in client.events][-1] == [first]  # nothing was written for a while
+        assert [list(chunk.token_ids) for chunk in client.chunks][-1] == [first]  # nothing was written for a while
         for token in (first + 1, first + 2):
             running.stream.push(token, False, None)
             await many_turns()
-        assert list(client.events[-1].token_ids) == [first]  # it waits
-        while list(client.events[-1].token_ids) == [first]:
+        assert list(client.chunks[-1].token_ids) == [first]  # it waits
+        while list(client.chunks[-1].token_ids) == [first]:
             await asyncio.sleep(0.01)
-        assert list(client.events[-1].token_ids) == [first + 1, first + 2]
+        assert list(client.chunks[-1].token_ids) == [first + 1, first + 2]
         await asyncio.sleep(1.5 * INTERVAL_S)
-    assert "".join(event.text for event in client.events) == "abcdef"
+    assert "".join(chunk.text for chunk in client.chunks) == "abcdef"
     assert running.taken == 6
     running.stream.end(Terminal(Outcome(FinishReason.LENGTH), 1, 6, Timeline(0.0)))
     await asyncio.wait_for(stream, 5.0)
-    assert client.events[-1].HasField("end")
+    assert client.chunks[-1].end is not None
 
 
 class Passes:
@@ -203,14 +204,14 @@ async def test_nobody_waits_while_there_are_fewer_than_there_are_turns() -> None
 
 async def test_reports_are_read_while_many_streams_have_news() -> None:
     """Fifty streams, of which one can be written in a pass, and a report for all of them every pass."""
-    service = GenerationService.__new__(GenerationService)
-    service._clock, service._pacer, service._turns = MonotonicClock(), Pacer(math.inf), Turns(at_once=1)
-    service._claims = NoKeys()  # type: ignore[assignment]
+    calls = Calls.__new__(Calls)
+    calls.clock, calls._pacer, calls._turns = MonotonicClock(), Pacer(math.inf), Turns(at_once=1)
+    calls._claims = NoKeys()  # type: ignore[assignment]
     running, clients = [Running() for _ in range(50)], [Written() for _ in range(50)]
     streams = []
     for one, client in zip(running, clients, strict=True):
-        call = _Call("r", [one], asyncio.current_task())  # type: ignore[list-item, arg-type]
-        streams.append(asyncio.create_task(service._stream(call, 0, client)))  # type: ignore[arg-type]
+        call = Call("r", [one], asyncio.current_task())  # type: ignore[list-item, arg-type]
+        streams.append(asyncio.create_task(calls._stream(call, 0, client)))  # type: ignore[arg-type]
     for report in range(200):
         for one in running:
             one.stream.push(report % 26, False, None)
@@ -219,6 +220,6 @@ async def test_reports_are_read_while_many_streams_have_news() -> None:
         one.stream.end(Terminal(Outcome(FinishReason.LENGTH), 1, 200, Timeline(0.0)))
     await asyncio.wait_for(asyncio.gather(*streams), 10.0)
     for client in clients:
-        tokens = [token for event in client.events for token in event.token_ids]
+        tokens = [token for chunk in client.chunks for token in chunk.token_ids]
         assert tokens == [report % 26 for report in range(200)]
-        assert len(client.events) <= 8  # of 50 tokens or so each, since that many passes went by
+        assert len(client.chunks) <= 8  # of 50 tokens or so each, since that many passes went by

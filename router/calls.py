@@ -1,0 +1,251 @@
+"""Clients' requests, whichever protocol they come by: checked, run, and their answers taken to whoever asked.
+
+A protocol's side is a `Sink` for each request, and a translation of its messages to those of generation.proto, which
+say all that a request can say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pdcore.clock import Clock
+from pdcore.config import RouterConfig
+from pdcore.errors import Unavailable
+from pdcore.types import ModelInfo
+from protos import generation_pb2
+from router.api_keys import tenant_of
+from router.claims import Claim, Claims
+from router.dispatcher import Dispatcher, RunningRequest
+from router.load_meter import Pacer
+from router.logit_validation import check_token_ids
+from router.pacing import pause
+from router.stream import Chunk
+from router.text import TextStream
+from router.tokenizer import TextModel
+from router.turns import Turns
+from router.validation import GenerationRequest, Limits, check_model, tokenize_input, validate
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """A sink's client has gone, and there is nobody to be told."""
+
+
+class Sink(Protocol):
+    """Takes the answer of one request to its client."""
+
+    async def begin(self, call: Call) -> None:
+        """The request has been let in; `call.cancel()` ends it, should its client go. Raises ClientGone."""
+
+    async def write(self, sample: int, chunk: Chunk) -> None:
+        """Send what became known of a sample; the last chunk has its end. One at a time is called.
+
+        Returns once the client's side has room for more, so that a slow client makes its request wait.
+        Raises ClientGone.
+        """
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request's samples, which share one sink.
+
+    `claim`: of its idempotency key. `ended`: samples whose end is told, or about to be.
+    `writing_since`: when the write in progress began (seconds on the clock). `turn`: one writes at a time.
+    """
+
+    request: GenerationRequest
+    samples: list[RunningRequest]
+    task: asyncio.Task[Any]
+    claim: Claim | None = None
+    ended: int = 0
+    writing_since: float | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def cancel(self) -> None:
+        """End what has not ended."""
+        for sample in self.samples:
+            sample.cancel()
+
+
+class Calls:
+    """What the router does for its clients. Everything happens on one event loop."""
+
+    def __init__(
+        self, config: RouterConfig, dispatcher: Dispatcher, text_model: TextModel, claims: Claims, clock: Clock
+    ) -> None:
+        self.text_model = text_model
+        self.clock = clock
+        self._config = config
+        self._dispatcher = dispatcher
+        self._claims = claims
+        self._running: set[Call] = set()
+        self._pacer = Pacer(clock.now())
+        self._turns = Turns()
+
+    async def run(
+        self,
+        request: generation_pb2.GenerateRequest,
+        sink: Sink,
+        *,
+        caller: str | None,
+        remaining_s: float | None = None,
+    ) -> None:
+        """Run a request to its end. Cancelling this ends it at once.
+
+        Args:
+            caller: the tenant whose API key it came with; None where there are no keys.
+            remaining_s: seconds that its client will wait; None: for ever.
+
+        Raises:
+            RequestError: it was refused, or one of its samples has failed, after what it delivered.
+        """
+        deadline = None if remaining_s is None else self.clock.now() + remaining_s
+        if self._dispatcher.draining:
+            raise Unavailable("the router is draining")
+        tenant = tenant_of(caller, request.tenant)
+        admission = self._dispatcher.admission
+        admission.knock(tenant)  # before the prompt is tokenized
+        checked = await validate(
+            request,
+            text_model=self.text_model,
+            served_name=self._config.served_name,
+            limits=self.limits(),
+            in_flight=self._dispatcher.request_ids,
+            tenant=tenant,
+            default_class=admission.default_class(tenant),
+        )
+        texts = [
+            self.text_model.stream(
+                checked.stops,
+                include_stop=checked.include_stop,
+                min_tokens=checked.params.min_tokens,
+                skip_special=checked.skip_special,
+            )
+            for _ in range(checked.samples)
+        ]
+        async with self._claims.held(checked.tenant, checked.idempotency_key, checked.request_id) as claim:
+            await self._run(checked, texts, deadline, claim, sink)
+
+    async def _run(
+        self,
+        request: GenerationRequest,
+        texts: Sequence[TextStream],
+        deadline: float | None,
+        claim: Claim | None,
+        sink: Sink,
+    ) -> None:
+        samples = self._dispatcher.submit(request, texts, deadline)
+        task = asyncio.current_task()
+        assert task is not None
+        call = Call(request, samples, task, claim)
+        self._running.add(call)
+        try:
+            await asyncio.sleep(0)  # what the request's worker is told first goes out before this does
+            await sink.begin(call)
+            await self._stream_all(call, sink)
+        except ClientGone:
+            return
+        finally:
+            call.cancel()
+            self._running.discard(call)
+
+    async def _stream_all(self, call: Call, sink: Sink) -> None:
+        if len(call.samples) == 1:
+            await self._stream(call, 0, sink)
+            return
+        tasks = [asyncio.ensure_future(self._stream(call, sample, sink)) for sample in range(len(call.samples))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # the first error is the call's; the others have nobody to write to any more
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _stream(self, call: Call, sample: int, sink: Sink) -> None:
+        """Write a sample's chunks, each with all that is there by then: when `router.pacing` has it, and in turn."""
+        running = call.samples[sample]
+        written_at = -math.inf
+        while True:
+            await running.ready()
+            now = self.clock.now()
+            delay = pause(self._pacer.look(now), now - written_at)
+            if delay:
+                await asyncio.sleep(delay)
+            await self._turns.turn()
+            chunk = running.take()
+            error = chunk.end.outcome.error if chunk.end is not None else None
+            if chunk.end is not None:
+                call.ended += 1
+                if call.ended == len(call.samples):
+                    await self._claims.give_back(call.claim)  # so that who hears of the end may use the key again
+            if error is None or chunk.token_ids or chunk.prompt_logprobs is not None:
+                async with call.turn:
+                    call.writing_since = written_at = self.clock.now()
+                    await sink.write(sample, chunk)
+                    call.writing_since = None
+                running.took(len(chunk.token_ids))
+            if error is not None:
+                raise error
+            if chunk.end is not None:
+                return
+
+    async def watch_stalls(self) -> None:
+        """Cancel calls whose client takes nothing for `client_stall_timeout_s`. Runs until cancelled."""
+        limit = self._config.client_stall_timeout_s
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            now = self.clock.now()
+            for call in [c for c in self._running if c.writing_since is not None and now - c.writing_since > limit]:
+                request_id = call.request_id
+                logger.warning(
+                    "request %s: the client took nothing for %.1f s",
+                    request_id,
+                    limit,
+                    extra={"request_id": request_id},
+                )
+                call.cancel()
+                call.task.cancel()
+
+    # -- the small ones ------------------------------------------------------------------------------------------
+
+    def cancel(self, request_id: str, caller: str | None) -> bool:
+        """End a running request, of the tenant `caller` if that is not None. Returns whether there was one."""
+        return self._dispatcher.cancel(request_id, caller)
+
+    def model(self, asked: str) -> ModelInfo:
+        """What the workers serve. Raises UnknownModel, or Unavailable while none is connected."""
+        check_model(asked, self._config.served_name)
+        model = self._dispatcher.pool.model
+        if model is None:
+            raise Unavailable("no worker is connected")
+        return model
+
+    async def tokenize(self, request: generation_pb2.TokenizeRequest) -> list[int]:
+        """Token ids of a text or a chat. Raises InvalidRequest, UnknownModel, Unavailable."""
+        check_model(request.model, self._config.served_name)
+        return await tokenize_input(request, self.text_model, self.limits())
+
+    async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> str:
+        """The text of token ids. Raises InvalidRequest, UnknownModel."""
+        check_model(request.model, self._config.served_name)
+        limits = self._dispatcher.pool.limits()
+        vocab_size = self.text_model.vocab_size if limits is None else limits.vocab_size
+        check_token_ids("token_ids", request.token_ids, vocab_size)
+        return await self.text_model.detokenize(request.token_ids)
+
+    def limits(self) -> Limits:
+        """What the connected workers allow. Raises Unavailable while there is none."""
+        limits = self._dispatcher.pool.limits()
+        if limits is None:
+            raise Unavailable("no worker is connected")
+        return limits
