@@ -784,6 +784,25 @@ class Credit(google.protobuf.message.Message):
 Global___Credit: typing_extensions.TypeAlias = Credit
 
 @typing.final
+class Credits(google.protobuf.message.Message):
+    """In one message, since a message costs the same whatever is in it."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CREDITS_FIELD_NUMBER: builtins.int
+    @property
+    def credits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Credit]: ...
+    def __init__(
+        self,
+        *,
+        credits: collections.abc.Iterable[Global___Credit] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["credits", b"credits"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___Credits: typing_extensions.TypeAlias = Credits
+
+@typing.final
 class Drain(google.protobuf.message.Message):
     """Take nothing new; what runs goes on."""
 
@@ -816,9 +835,9 @@ class SessionCommand(google.protobuf.message.Message):
     PREFILL_FIELD_NUMBER: builtins.int
     GENERATE_FIELD_NUMBER: builtins.int
     ABORT_FIELD_NUMBER: builtins.int
-    CREDIT_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     HEARTBEAT_FIELD_NUMBER: builtins.int
+    CREDITS_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello: ...
     @property
@@ -830,11 +849,11 @@ class SessionCommand(google.protobuf.message.Message):
     @property
     def abort(self) -> Global___Abort: ...
     @property
-    def credit(self) -> Global___Credit: ...
-    @property
     def drain(self) -> Global___Drain: ...
     @property
     def heartbeat(self) -> Global___Heartbeat: ...
+    @property
+    def credits(self) -> Global___Credits: ...
     def __init__(
         self,
         *,
@@ -843,15 +862,15 @@ class SessionCommand(google.protobuf.message.Message):
         prefill: Global___Prefill | None = ...,
         generate: Global___Generate | None = ...,
         abort: Global___Abort | None = ...,
-        credit: Global___Credit | None = ...,
         drain: Global___Drain | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
+        credits: Global___Credits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "credit", b"credit", "drain", b"drain", "generate", b"generate", "heartbeat", b"heartbeat", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "credits", b"credits", "drain", b"drain", "generate", b"generate", "heartbeat", b"heartbeat", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "credit", b"credit", "drain", b"drain", "generate", b"generate", "heartbeat", b"heartbeat", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["abort", b"abort", "command", b"command", "credits", b"credits", "drain", b"drain", "generate", b"generate", "heartbeat", b"heartbeat", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: typing_extensions.TypeAlias = typing.Literal["hello", "reserve", "prefill", "generate", "abort", "credit", "drain", "heartbeat"]
+    _WhichOneofReturnType_command: typing_extensions.TypeAlias = typing.Literal["hello", "reserve", "prefill", "generate", "abort", "drain", "heartbeat", "credits"]
     _WhichOneofArgType_command: typing_extensions.TypeAlias = typing.Literal["command", b"command"]
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 

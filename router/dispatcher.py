@@ -486,8 +486,7 @@ class Dispatcher:
     def _perform(self, active: ActiveRequest, effect: Effect, ticket: kv_pb2.Ticket | None) -> None:
         match effect:
             case effects_of.SendCredit(worker_id, key, tokens):
-                credit = worker_pb2.Credit(request_id=key.request_id, attempt=key.attempt, tokens=tokens)
-                self.pool.send(worker_id, worker_pb2.SessionCommand(credit=credit))
+                self.pool.credit(worker_id, key, tokens)
             case effects_of.SendReserve(worker_id, spec):
                 reserve = worker_pb2.Reserve(request=spec_to_proto(spec))
                 self.pool.send(worker_id, worker_pb2.SessionCommand(reserve=reserve))

@@ -143,8 +143,54 @@ class StopScan:
     matched: bool
 
 
+class StopWords:
+    """Stop strings as an automaton (Aho, Corasick 1975), which any number of texts may be read with at once.
+
+    Attributes:
+        edges: of each node, by character; node 0 is the beginning. depth: characters from there. match: length of the
+            longest stop string that ends at the node; 0 if none does. fail: its longest proper suffix that is a node.
+        begins: characters with which stop strings begin.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.edges: list[dict[str, int]] = [{}]
+        self.depth = [0]
+        self.match = [0]
+        self.fail = [0]
+        for stop in stops:
+            self._add(stop)
+        self._link()
+        self.begins = frozenset(self.edges[0])
+
+    def _add(self, stop: str) -> None:
+        node = 0
+        for character in stop:
+            child = self.edges[node].get(character)
+            if child is None:
+                child = len(self.edges)
+                self.edges[node][character] = child
+                self.edges.append({})
+                self.depth.append(self.depth[node] + 1)
+                self.match.append(0)
+                self.fail.append(0)
+            node = child
+        self.match[node] = len(stop)
+
+    def _link(self) -> None:
+        """Failure links, breadth first."""
+        frontier = list(self.edges[0].values())
+        for node in frontier:
+            for character, child in self.edges[node].items():
+                frontier.append(child)
+                fail = self.fail[node]
+                while fail and character not in self.edges[fail]:
+                    fail = self.fail[fail]
+                self.fail[child] = self.edges[fail].get(character, 0)
+                self.match[child] = self.match[child] or self.match[self.fail[child]]
+
+
 class StopMatcher:
-    """Looks for stop strings in text that comes in pieces (Aho-Corasick, one dictionary look-up per character).
+    """Looks for stop strings in text that comes in pieces, with one dictionary look-up per character.
 
     The first stop string to be complete ends the text; of several that end at the same character the longest, which
     begins first. So the result does not depend on how the text is cut into pieces. Text that may be the beginning of
@@ -153,37 +199,29 @@ class StopMatcher:
     `inclusive`: the text ends behind the stop string. Nothing need be held back then.
     """
 
-    def __init__(self, stops: Sequence[str], inclusive: bool = False) -> None:
+    def __init__(self, words: StopWords, inclusive: bool = False) -> None:
+        self._words = words
         self._inclusive = inclusive
-        self._edges: list[dict[str, int]] = [{}]
-        self._depth = [0]
-        self._match = [0]  # length of the longest stop string that ends at this node
-        self._fail = [0]
-        for stop in stops:
-            self._add(stop)
-        self._link()
         self._node = 0
         self._held = ""
-        self._begins = frozenset(self._edges[0])
 
     def passes(self, piece: str) -> bool:
         """Whether the next piece can be shown as it is: nothing is held back, and no stop string begins in it."""
-        return not self._node and self._begins.isdisjoint(piece)
+        return not self._node and self._words.begins.isdisjoint(piece)
 
     def feed(self, piece: str) -> StopScan:
         """Take the next piece. Do not call again after a match."""
-        text = self._held + piece
-        node = self._node
+        words, text, node = self._words, self._held + piece, self._node
         for position, character in enumerate(piece, start=len(self._held) + 1):
-            while node and character not in self._edges[node]:
-                node = self._fail[node]
-            node = self._edges[node].get(character, 0)
-            if self._match[node]:
+            while node and character not in words.edges[node]:
+                node = words.fail[node]
+            node = words.edges[node].get(character, 0)
+            if words.match[node]:
                 self._held = ""
-                end = position if self._inclusive else position - self._match[node]
+                end = position if self._inclusive else position - words.match[node]
                 return StopScan(text[:end], matched=True)
         self._node = node
-        certain = len(text) if self._inclusive else len(text) - self._depth[node]
+        certain = len(text) if self._inclusive else len(text) - words.depth[node]
         self._held = text[certain:]
         return StopScan(text[:certain], matched=False)
 
@@ -192,46 +230,21 @@ class StopMatcher:
         held, self._held, self._node = self._held, "", 0
         return held
 
-    def _add(self, stop: str) -> None:
-        node = 0
-        for character in stop:
-            child = self._edges[node].get(character)
-            if child is None:
-                child = len(self._edges)
-                self._edges[node][character] = child
-                self._edges.append({})
-                self._depth.append(self._depth[node] + 1)
-                self._match.append(0)
-                self._fail.append(0)
-            node = child
-        self._match[node] = len(stop)
-
-    def _link(self) -> None:
-        """Failure links, breadth first: the longest proper suffix of a node that is a node too."""
-        frontier = list(self._edges[0].values())
-        for node in frontier:
-            for character, child in self._edges[node].items():
-                frontier.append(child)
-                fail = self._fail[node]
-                while fail and character not in self._edges[fail]:
-                    fail = self._fail[fail]
-                self._fail[child] = self._edges[fail].get(character, 0)
-                self._match[child] = self._match[child] or self._match[self._fail[child]]
-
 
 class TextStream:
     """Text of one request's output: tokens in, text out, cut at the first stop string.
 
     Args:
+        stops: None if there are none.
         include_stop: the text ends behind the stop string or token, not before it.
         min_tokens: text of this many tokens from the front is no part of a stop string.
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0
+        self, detokenizer: Detokenizer, stops: StopWords | None, *, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops, include_stop) if stops else None
+        self._matcher = None if stops is None else StopMatcher(stops, include_stop)
         self._include_stop = include_stop
         self._exempt = min_tokens
         self.stopped = False

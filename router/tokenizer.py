@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 from pdcore.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
 from router.structured import StructureCheck
-from router.text import ByteDetokenizer, Detokenizer, TextStream, TokenTexts, WindowDetokenizer
+from router.text import ByteDetokenizer, Detokenizer, StopWords, TextStream, TokenTexts, WindowDetokenizer
 from router.text_threads import TextThreads
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ class TextModel:
         self._texts = {skip: TokenTexts(partial(self._token_bytes, skip)) for skip in (False, True)}
         self._anchor = next(iter(tokenizer.encode("a", add_special_tokens=False).ids), None)
         self._threads = TextThreads()
+        # Requests that come together often have the same ones. The largest take a megabyte.
+        self._stop_words = lru_cache(maxsize=32)(StopWords)
         self.structures = StructureCheck(tokenizer.to_str, next(iter(end_token_ids), None))
 
     @classmethod
@@ -208,14 +210,15 @@ class TextModel:
 
     def stream(
         self,
-        stops: Sequence[str] = (),
+        stops: tuple[str, ...] = (),
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special: bool = True,
     ) -> TextStream:
         """A new incremental detokeniser; see `TextStream`. `skip_special`: special tokens have no text."""
-        return TextStream(self.detokenizer(skip_special), stops, include_stop=include_stop, min_tokens=min_tokens)
+        words = self._stop_words(stops) if stops else None
+        return TextStream(self.detokenizer(skip_special), words, include_stop=include_stop, min_tokens=min_tokens)
 
     def detokenizer(self, skip_special: bool = True) -> Detokenizer:
         if self._has_byte_tokens:

@@ -11,7 +11,7 @@ import grpc
 
 from pdcore.clock import Clock
 from pdcore.errors import HandshakeRefused, PdserveError, Unavailable
-from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, Role, WorkerLoad
+from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, RequestKey, Role, WorkerLoad
 from protos import membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_from_proto, load_from_proto, model_from_proto, role_from_proto
 from router.channels import internal_channel_options
@@ -158,6 +158,15 @@ class WorkerClient:
             request = command.reserve.request
             self._pending_reserves[request.request_id, request.attempt] = self._clock.now()
         self._outbox.append(command)
+        self._mail.set()
+
+    def credit(self, key: RequestKey, tokens: int) -> None:
+        """Queue the return of so many tokens of a request's window, in one message with those queued just before."""
+        if self.facts is None:
+            return
+        if not self._outbox or not self._outbox[-1].HasField("credits"):
+            self._outbox.append(worker_pb2.SessionCommand(credits=worker_pb2.Credits()))
+        self._outbox[-1].credits.credits.add(request_id=key.request_id, attempt=key.attempt, tokens=tokens)
         self._mail.set()
 
     async def last_steps(self, count: int) -> worker_pb2.GetStepsReply:

@@ -124,6 +124,7 @@ class WorkerPool:
         self.numbers = WorkerNumbers()  # of those with a session
         self._fleet = Fleet()
         self._changed: set[str] = set()  # whose rows in it are not true any more
+        self._limits: Limits | None = None  # None if they are to be found again
 
     # -- members -------------------------------------------------------------------------------------------------
 
@@ -132,6 +133,7 @@ class WorkerPool:
         serving = membership_pb2.WORKER_STATE_SERVING
         self._states = {worker_id: member.state for worker_id, member in members.items()}
         self._changed.update(self._books)
+        self._limits = None
         for worker_id in self._clients.keys() | members.keys():
             client, member = self._clients.get(worker_id), members.get(worker_id)
             if client is not None and member is not None and client.member.incarnation == member.worker.incarnation:
@@ -178,6 +180,7 @@ class WorkerPool:
         self.health.connected(client.worker_id, client.member.incarnation)
         self.numbers.take(client.worker_id)
         self._changed.add(client.worker_id)
+        self._limits = None
         self._on_change()
 
     def lost(self, client: WorkerClient, reason: str) -> None:
@@ -185,6 +188,7 @@ class WorkerPool:
             self._fleet.remove(client.worker_id)
             self.numbers.release(client.worker_id)
             self._changed.discard(client.worker_id)
+        self._limits = None
         self.health.lost(client.worker_id, reason, for_good=reason == NO_LONGER_USED)
         self._on_change()
 
@@ -201,6 +205,11 @@ class WorkerPool:
         client = self._clients.get(worker_id)
         if client is not None:
             client.send(command)
+
+    def credit(self, worker_id: str, key: RequestKey, tokens: int) -> None:
+        client = self._clients.get(worker_id)
+        if client is not None:
+            client.credit(key, tokens)
 
     # -- what is given to whom -----------------------------------------------------------------------------------
 
@@ -319,6 +328,11 @@ class WorkerPool:
         The largest KV pool counts: the policy gives a request only to workers that hold it. Prefill workers run
         requests as a whole only if nobody else could.
         """
+        if self._limits is None:  # every request asks, and there may be a thousand workers
+            self._limits = self._limits_of_workers()
+        return self._limits
+
+    def _limits_of_workers(self) -> Limits | None:
         everybody = [c.facts for c in self._clients.values() if c.facts is not None]
         facts = [facts for facts in everybody if facts.role is not Role.PREFILL] or everybody
         if not facts:

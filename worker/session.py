@@ -314,9 +314,9 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
                 key = session.scoped(command.abort.request_id, command.abort.attempt)
                 self.forget(key)
                 self.handler.abort(key, command.abort.reason)
-            case "credit":
-                key = session.scoped(command.credit.request_id, command.credit.attempt)
-                self.handler.credit(key, command.credit.tokens)
+            case "credits":
+                for credit in command.credits.credits:
+                    self.handler.credit(session.scoped(credit.request_id, credit.attempt), credit.tokens)
             case "drain":
                 self.drain()
             case "heartbeat":

@@ -70,15 +70,25 @@ class Session:
             for key in names_of(body.request):
                 assert key not in self.given | self.over, f"{self.worker_id} is given {key} twice"
                 (self.given if key == key_of(body.request) else self.branches).add(key)
-        elif name in ("abort", "credit"):
-            key = key_of(body)
-            there = self.given | self.crossing | self.branches
-            assert key in there, f"{self.worker_id} is told to {name} {key}, which is not there"
-            if name == "abort":
-                self.crossing.discard(key)
-                self.branches.discard(key)
-                self.ends(key)
+        elif name == "abort":
+            key = self._there(name, key_of(body))
+            self.crossing.discard(key)
+            self.branches.discard(key)
+            self.ends(key)
         self.worker.inbox.append(command)
+
+    def credit(self, key: RequestKey, tokens: int) -> None:
+        if self.facts is None:
+            return
+        self._there("credit", key)
+        credit = worker_pb2.Credit(request_id=key.request_id, attempt=key.attempt, tokens=tokens)
+        command = worker_pb2.SessionCommand(credits=worker_pb2.Credits(credits=[credit]))
+        self.worker.inbox.append(command)
+
+    def _there(self, name: str, key: RequestKey) -> RequestKey:
+        there = self.given | self.crossing | self.branches
+        assert key in there, f"{self.worker_id} is told to {name} {key}, which is not there"
+        return key
 
     def ends(self, key: RequestKey) -> None:
         self.branches.discard(key)
@@ -179,8 +189,9 @@ class MemoryWorker:
         command = self.inbox.popleft()
         name = str(command.WhichOneof("command"))
         body = getattr(command, name)
-        if name in ("abort", "credit"):
-            self._adjust(name, body)
+        if name in ("abort", "credits"):
+            for change in [body] if name == "abort" else body.credits:
+                self._adjust(change)
             return
         request = body.request
         if self.draining:
@@ -204,7 +215,7 @@ class MemoryWorker:
         assert job.key not in self.holds
         self.holds[job.key] = job
 
-    def _adjust(self, name: str, body: worker_pb2.Abort | worker_pb2.Credit) -> None:
+    def _adjust(self, body: worker_pb2.Abort | worker_pb2.Credit) -> None:
         job = self.holds.get(key_of(body))
         if isinstance(body, worker_pb2.Credit):
             if job is not None:

@@ -271,17 +271,21 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             self.held[job.key] = job
             work = {"reserve": self._grant, "prefill": self._prefill, "generate": self._generate}[name]
             job.task = asyncio.create_task(work(job, body))
-        elif name in ("abort", "credit"):
+        elif name == "abort":
             self.commands[name, body.request_id] += 1
-            found = self.held.get(RequestKey(body.request_id, body.attempt))
+            key = RequestKey(body.request_id, body.attempt)
+            found = self.held.get(key)
             if found is None:
-                self._abort_branch(RequestKey(body.request_id, body.attempt))
-                return
-            if name == "abort":
-                self._release(found)
+                self._abort_branch(key)
             else:
-                found.window += body.tokens
-                found.credit.set()
+                self._release(found)
+        elif name == "credits":
+            for credit in body.credits:
+                self.commands["credit", credit.request_id] += 1
+                found = self.held.get(RequestKey(credit.request_id, credit.attempt))
+                if found is not None:
+                    found.window += credit.tokens
+                    found.credit.set()
 
     def _blocks_of(self, request: worker_pb2.WorkerRequest) -> int:
         return self.geometry.blocks_for(len(request.prompt) + len(request.delivered) + 1)

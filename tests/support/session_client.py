@@ -103,8 +103,8 @@ class SessionClient:
         self._commands.put(worker_pb2.SessionCommand(abort=command))
 
     def credit(self, request_id: str, tokens: int, attempt: int = 0) -> None:
-        command = worker_pb2.Credit(request_id=request_id, attempt=attempt, tokens=tokens)
-        self._commands.put(worker_pb2.SessionCommand(credit=command))
+        credit = worker_pb2.Credit(request_id=request_id, attempt=attempt, tokens=tokens)
+        self._commands.put(worker_pb2.SessionCommand(credits=worker_pb2.Credits(credits=[credit])))
 
     def drain(self) -> None:
         self._commands.put(worker_pb2.SessionCommand(drain=worker_pb2.Drain()))

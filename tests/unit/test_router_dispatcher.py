@@ -21,7 +21,7 @@ from pdcore.types import FinishReason, PriorityClass, Role, SamplingParams
 from protos import admin_pb2, membership_pb2, worker_pb2
 from router.dispatcher import Dispatcher, RunningRequest
 from router.stream import Terminal
-from router.text import TextStream
+from router.text import StopWords, TextStream
 from router.tracker import RequestState
 from router.validation import GenerationRequest
 from tests.support.memory_worker import MemoryWorker
@@ -151,7 +151,7 @@ class World:
             priority=PriorityClass.STANDARD,
             tenant="",
         )
-        texts = [TextStream(Letters(), request.stops) for _ in range(n)]
+        texts = [TextStream(Letters(), StopWords(request.stops)) for _ in range(n)]
         deadline = None if timeout_s is None else self.loop.time() + timeout_s
         try:
             handles = self.loop.inside(lambda: self.dispatcher.submit(request, texts, deadline))

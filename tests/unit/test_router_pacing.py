@@ -87,7 +87,7 @@ class Running:
     """A request that the test makes tokens for."""
 
     def __init__(self) -> None:
-        self.stream = RequestStream(TextStream(Letters(), ()))
+        self.stream = RequestStream(TextStream(Letters(), None))
         self.ready: Callable[[], Awaitable[None]] = self.stream.ready
         self.take = self.stream.take
         self.taken = 0

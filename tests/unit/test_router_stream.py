@@ -31,7 +31,7 @@ async def next_chunk(stream: RequestStream) -> Chunk:
 
 
 async def test_all_that_is_there_comes_at_once() -> None:
-    stream = RequestStream(TextStream(Letters(), ()))
+    stream = RequestStream(TextStream(Letters(), None))
     stream.push_prompt(scores(1, 3))
     stream.push_prompt(scores(4, 2))
     stream.push(0, False, scores(0, 1))
@@ -46,7 +46,7 @@ async def test_all_that_is_there_comes_at_once() -> None:
 
 
 async def test_a_long_prompts_scores_come_in_parts_before_any_token_and_the_end() -> None:
-    stream = RequestStream(TextStream(Letters(), ()))
+    stream = RequestStream(TextStream(Letters(), None))
     total = 2 * PROMPT_TOKENS_AT_ONCE + 10
     stream.push_prompt(scores(1, total))
     stream.push(0, False, None)

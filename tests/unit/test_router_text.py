@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from pdcore.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate
-from router.text import StopMatcher, TextStream, WindowDetokenizer
+from router.text import StopMatcher, StopWords, TextStream, WindowDetokenizer
 from router.tokenizer import GenerationDefaults, TextModel
 from tests.support.tiny_model import tiny_llama
 
@@ -135,7 +135,7 @@ def test_stop_strings_equal_the_naive_search_however_the_text_is_cut(
     stops: list[str], text: str, cuts: list[int]
 ) -> None:
     expected, stopped = naive_stop(text, stops)
-    matcher = StopMatcher(stops)
+    matcher = StopMatcher(StopWords(stops))
     shown, rest, matched = "", text, False
     while rest and not matched:
         size = cuts.pop() if cuts else 1
@@ -171,7 +171,7 @@ class Pieces:
 )
 def test_pieces_without_the_beginning_of_a_stop_string_are_no_exception(stops: list[str], pieces: list[str]) -> None:
     expected, stopped = naive_stop("".join(pieces), stops)
-    stream = TextStream(Pieces(pieces), stops)
+    stream = TextStream(Pieces(pieces), StopWords(stops))
     shown = ""
     for token_id in range(len(pieces)):
         shown += stream.push(token_id)
@@ -182,7 +182,7 @@ def test_pieces_without_the_beginning_of_a_stop_string_are_no_exception(stops: l
 
 
 def test_a_stop_string_over_several_tokens(model: TextModel) -> None:
-    stream = model.stream(["END"])
+    stream = model.stream(("END",))
     ids = model._tokenizer.encode("say EN EENDx").ids
     pieces = []
     for token_id in ids:
@@ -195,7 +195,7 @@ def test_a_stop_string_over_several_tokens(model: TextModel) -> None:
 
 
 def test_what_was_held_back_is_shown_at_the_end(model: TextModel) -> None:
-    assert run(model.stream(["xyz"]), model._tokenizer.encode("axy").ids) == ["a", "", "", "xy"]
+    assert run(model.stream(("xyz",)), model._tokenizer.encode("axy").ids) == ["a", "", "", "xy"]
 
 
 @given(
@@ -206,7 +206,7 @@ def test_what_was_held_back_is_shown_at_the_end(model: TextModel) -> None:
 def test_an_included_stop_string_is_the_end_and_nothing_waits(stops: list[str], text: str, cuts: list[int]) -> None:
     ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     expected = text[: ends[0]] if ends else text
-    matcher = StopMatcher(stops, inclusive=True)
+    matcher = StopMatcher(StopWords(stops), inclusive=True)
     shown, rest, matched = "", text, False
     while rest and not matched:
         size = cuts.pop() if cuts else 1
@@ -219,7 +219,7 @@ def test_an_included_stop_string_is_the_end_and_nothing_waits(stops: list[str], 
 
 def test_stop_strings_wait_for_the_least_number_of_tokens(model: TextModel) -> None:
     ids = model._tokenizer.encode("abXcdXe").ids
-    stream = model.stream(["bX", "X"], min_tokens=3)
+    stream = model.stream(("bX", "X"), min_tokens=3)
     shown = []
     for token_id in ids:
         shown.append(stream.push(token_id))
