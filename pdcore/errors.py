@@ -46,7 +46,12 @@ def _remade(kind: type[PdserveError], message: str, attributes: dict[str, object
 
 
 class RequestError(PdserveError):
-    """The request ends with this error. `str(error)` is safe to show to the client."""
+    """The request ends with this error. `str(error)` is safe to show to the client.
+
+    `request_id`: of the request, for whoever looks into the cluster's logs; set by clients, empty elsewhere.
+    """
+
+    request_id: str = ""
 
 
 class InvalidRequest(RequestError):
@@ -77,11 +82,11 @@ class Unauthenticated(RequestError):
 
 
 class AlreadyRunning(RequestError):
-    """A request with the same idempotency key has not ended yet. `request_id`: its name, which can be cancelled."""
+    """A request with the same idempotency key has not ended yet. `running_id`: its name, to cancel it."""
 
-    def __init__(self, message: str, request_id: str) -> None:
+    def __init__(self, message: str, running_id: str) -> None:
         super().__init__(message)
-        self.request_id = request_id
+        self.running_id = running_id
 
 
 class Overloaded(RequestError):

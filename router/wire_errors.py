@@ -59,7 +59,7 @@ def _detail_of(error: RequestError) -> Message | None:
         return detail
     if isinstance(error, AlreadyRunning):
         detail = error_details_pb2.ResourceInfo(
-            resource_type="request", resource_name=error.request_id, description=str(error)
+            resource_type="request", resource_name=error.running_id, description=str(error)
         )
         return detail
     if isinstance(error, Overloaded):

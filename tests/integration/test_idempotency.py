@@ -63,7 +63,7 @@ async def test_one_at_a_time_on_whichever_router(model: Path) -> None:
         for client in (one, two):
             with pytest.raises(AlreadyRunning, match="'first' on router-0") as caught:
                 await client.complete([3], Sampling(max_tokens=3), idempotency_key="order 17", tenant="a")
-            assert caught.value.request_id == "first"
+            assert caught.value.running_id == "first"
         # Nothing is shared among tenants, nor with requests without a key.
         other = await begin(two, gate, "other", idempotency_key="order 17", tenant="b")
         plain = await begin(two, gate, "plain", tenant="a")

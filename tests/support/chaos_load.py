@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import torch
@@ -115,7 +114,7 @@ async def _follow(client: AsyncClient, request: Request, seen: Seen, heard: Call
         priority=request.priority,
         cache_salt=request.salt,
     )
-    async with aclosing(stream):  # type: ignore[type-var]  # it is an asynchronous generator
+    async with stream:
         async for event in stream:
             seen.take(event)
             heard(len(event.token_ids))

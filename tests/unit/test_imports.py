@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ CASES = [
     ],
     *[
         (f"router.{name}", (*others("router"), *WIRE, *SERVING, *HEAVY))
-        for name in ("policy", "admission", "tracker")
+        for name in ("policy", "admission", "tracker", "client_retry", "chat_history")
     ],
     ("cluster.claims", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("engine.engine", (*others("engine"), *WIRE, *SERVING)),
@@ -80,6 +81,8 @@ CASES = [
     ("kv_transfer.sender", (*others("kv_transfer", "protos"), *SERVING)),
     ("kv_transfer.receiver", (*others("kv_transfer", "protos"), *SERVING)),
     ("router.service", (*others("router", "protos"), *SERVING, "torch", "triton")),
+    # A client's program stays small, and starts at once.
+    ("router.client", (*others("router", "protos"), *SERVING, *HEAVY, "numpy", "tokenizers", "fastapi", "yaml")),
     ("worker.runtime", (*others("worker", "engine", "kv_transfer", "protos"), *SERVING)),
     ("worker.hosted", (*others("worker"), *SERVING, *HEAVY)),
     ("prefill_worker.worker", (*others("prefill_worker", "worker", "engine", "kv_transfer", "protos"), *SERVING)),
@@ -121,6 +124,13 @@ def test_package_files_are_empty() -> None:
     packages = [path for path in ROOT.glob("*/__init__.py")] + [path for path in ROOT.glob("*/*/__init__.py")]
     filled = [str(path.relative_to(ROOT)) for path in packages if path.stat().st_size]
     assert not filled
+
+
+def test_packages_say_that_they_are_typed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {name.partition(".")[0] for name in project["tool"]["setuptools"]["packages"]}
+    assert project["tool"]["setuptools"]["package-data"]["*"] == ["py.typed"]
+    assert not [package for package in packages if not (ROOT / package / "py.typed").is_file()]
 
 
 def test_ray_decorates_actor_files_only() -> None:
