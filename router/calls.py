@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
-from pdcore.errors import Unavailable
+from pdcore.errors import RequestError, Unavailable
 from pdcore.types import ModelInfo
 from protos import generation_pb2
 from router.api_keys import tenant_of
@@ -23,6 +23,7 @@ from router.claims import Claim, Claims
 from router.dispatcher import Dispatcher, RunningRequest
 from router.load_meter import Pacer
 from router.logit_validation import check_token_ids
+from router.metrics import CallMetrics
 from router.pacing import pause
 from router.stream import Chunk
 from router.text import TextStream
@@ -55,13 +56,14 @@ class Sink(Protocol):
 class Call:
     """A request's samples, which share one sink.
 
-    `claim`: of its idempotency key. `ended`: samples whose end is told, or about to be.
-    `writing_since`: when the write in progress began (seconds on the clock). `turn`: one writes at a time.
+    `arrived`: seconds on the clock. `claim`: of its idempotency key. `ended`: samples whose end is told, or about to
+    be. `writing_since`: when the write in progress began. `turn`: one writes at a time.
     """
 
     request: GenerationRequest
     samples: list[RunningRequest]
     task: asyncio.Task[Any]
+    arrived: float = 0.0
     claim: Claim | None = None
     ended: int = 0
     writing_since: float | None = None
@@ -88,6 +90,7 @@ class Calls:
         self._config = config
         self._dispatcher = dispatcher
         self._claims = claims
+        self.metrics = CallMetrics()
         self._running: set[Call] = set()
         self._pacer = Pacer(clock.now())
         self._turns = Turns()
@@ -109,7 +112,26 @@ class Calls:
         Raises:
             RequestError: it was refused, or one of its samples has failed, after what it delivered.
         """
-        deadline = None if remaining_s is None else self.clock.now() + remaining_s
+        arrived = self.clock.now()
+        deadline = None if remaining_s is None else arrived + remaining_s
+        let_in = False
+        try:
+            checked, texts = await self._checked(request, caller)
+            async with self._claims.held(checked.tenant, checked.idempotency_key, checked.request_id) as claim:
+                samples = self._dispatcher.submit(checked, texts, deadline)
+                let_in = True
+                task = asyncio.current_task()
+                assert task is not None
+                await self._run(Call(checked, samples, task, arrived, claim), sink)
+        except RequestError as error:
+            if not let_in:
+                self.metrics.refused(error)
+            raise
+
+    async def _checked(
+        self, request: generation_pb2.GenerateRequest, caller: str | None
+    ) -> tuple[GenerationRequest, Sequence[TextStream]]:
+        """A request that may be let in, and where its samples' texts come to be."""
         if self._dispatcher.draining:
             raise Unavailable("the router is draining")
         tenant = tenant_of(caller, request.tenant)
@@ -133,21 +155,9 @@ class Calls:
             )
             for _ in range(checked.samples)
         ]
-        async with self._claims.held(checked.tenant, checked.idempotency_key, checked.request_id) as claim:
-            await self._run(checked, texts, deadline, claim, sink)
+        return checked, texts
 
-    async def _run(
-        self,
-        request: GenerationRequest,
-        texts: Sequence[TextStream],
-        deadline: float | None,
-        claim: Claim | None,
-        sink: Sink,
-    ) -> None:
-        samples = self._dispatcher.submit(request, texts, deadline)
-        task = asyncio.current_task()
-        assert task is not None
-        call = Call(request, samples, task, claim)
+    async def _run(self, call: Call, sink: Sink) -> None:
         self._running.add(call)
         try:
             await asyncio.sleep(0)  # what the request's worker is told first goes out before this does
@@ -158,6 +168,9 @@ class Calls:
         finally:
             call.cancel()
             self._running.discard(call)
+            for sample in call.samples:
+                if sample.terminal is not None:
+                    self.metrics.ended(call.request.priority, sample.terminal, call.arrived)
 
     async def _stream_all(self, call: Call, sink: Sink) -> None:
         if len(call.samples) == 1:
@@ -173,8 +186,9 @@ class Calls:
 
     async def _stream(self, call: Call, sample: int, sink: Sink) -> None:
         """Write a sample's chunks, each with all that is there by then: when `router.pacing` has it, and in turn."""
-        running = call.samples[sample]
-        written_at = -math.inf
+        running, priority = call.samples[sample], call.request.priority
+        written_at, told_at = -math.inf, call.arrived  # anything, and tokens
+        told = False
         while True:
             await running.ready()
             now = self.clock.now()
@@ -194,6 +208,9 @@ class Calls:
                     await sink.write(sample, chunk)
                     call.writing_since = None
                 running.took(len(chunk.token_ids))
+                if chunk.token_ids:
+                    self.metrics.written(priority, written_at - told_at, len(chunk.token_ids), not told)
+                    told, told_at = True, written_at
             if error is not None:
                 raise error
             if chunk.end is not None:

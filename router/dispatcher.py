@@ -72,6 +72,11 @@ class RunningRequest:
     def request_id(self) -> str:
         return self._active.tracker.request_id
 
+    @property
+    def terminal(self) -> Terminal | None:
+        """How it ended; None while it runs."""
+        return self._active.stream.terminal
+
     async def ready(self) -> None:
         """Until there is a chunk to take."""
         await self._active.stream.ready()

@@ -26,6 +26,7 @@ from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
 from router.malformed import RefuseMalformed
 from router.membership import MembershipWatcher
+from router.metrics import RouterMetrics
 from router.registration import RouterRegistration
 from router.tokenizer import TextModel
 
@@ -83,6 +84,7 @@ class RouterServer:
         self._on_replaced = on_replaced or self._log_replaced
         self._registration: RouterRegistration | None = None
         self._text_model: TextModel | None = None
+        self.metrics: RouterMetrics | None = None
         self._server: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -98,6 +100,7 @@ class RouterServer:
         keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
         calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
+        self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
         generation = GenerationService(calls, Door(keys))
         server = grpc.aio.server(
             interceptors=(RefuseMalformed(),), options=public_server_options(config.max_message_bytes)

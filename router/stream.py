@@ -48,6 +48,8 @@ class RequestStream:
 
     So a client that reads fast gets each token at once, and one that reads slowly gets several in one message. The
     token window bounds what can pile up.
+
+    `terminal`: the end; None while there is none.
     """
 
     def __init__(self, text: TextStream) -> None:
@@ -57,7 +59,7 @@ class RequestStream:
         self._logprobs: list[Logprobs] = []
         self._prompt_logprobs: list[Logprobs] = []
         self._taken = 0
-        self._end: Terminal | None = None
+        self.terminal: Terminal | None = None
         self._news = False
         self._reader: asyncio.Future[None] | None = None
 
@@ -79,8 +81,8 @@ class RequestStream:
 
     def end(self, terminal: Terminal) -> None:
         """No more tokens come."""
-        assert self._end is None, "a request ends once"
-        self._end = terminal
+        assert self.terminal is None, "a request ends once"
+        self.terminal = terminal
         self._tell()  # before the text, so that the reader is told whatever becomes of that
         self._text.append(self._text_stream.finish())
 
@@ -109,7 +111,7 @@ class RequestStream:
             logprobs, self._logprobs = joined(self._logprobs), []
         index = self._taken
         self._taken += len(token_ids)
-        return Chunk(index, token_ids, text, self._end, logprobs, prompt_logprobs)
+        return Chunk(index, token_ids, text, self.terminal, logprobs, prompt_logprobs)
 
     def _tell(self) -> None:
         self._news = True

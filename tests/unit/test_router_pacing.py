@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdcore.clock import MonotonicClock
-from pdcore.types import FinishReason
+from pdcore.types import FinishReason, PriorityClass
 from router.calls import Call, Calls
 from router.effects import Outcome
 from router.load_meter import LOOK_EVERY_S, Pacer, wanted_s
+from router.metrics import CallMetrics
 from router.pacing import BUSY, IDLE, MAX_INTERVAL_S, next_interval, pause
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
@@ -110,6 +111,12 @@ class Written:
         self.chunks.append(chunk)
 
 
+class Asked:
+    """All that is read of a request here."""
+
+    priority = PriorityClass.STANDARD
+
+
 class NoKeys:
     """Claims of requests without an idempotency key."""
 
@@ -134,9 +141,10 @@ async def many_turns() -> None:
 async def test_the_tokens_of_an_interval_are_one_message_and_the_first_after_a_rest_comes_at_once() -> None:
     calls = Calls.__new__(Calls)
     calls.clock, calls._pacer, calls._turns = MonotonicClock(), Always(0.0), Turns()
+    calls.metrics = CallMetrics()
     calls._claims = NoKeys()  # type: ignore[assignment]
     running, client = Running(), Written()
-    call = Call("r", [running], asyncio.current_task())  # type: ignore[list-item, arg-type]
+    call = Call(Asked(), [running], asyncio.current_task())  # type: ignore[list-item, arg-type]
     stream = asyncio.create_task(calls._stream(call, 0, client))  # type: ignore[arg-type]
     for first in (0, 3):
         running.stream.push(first, False, None)
@@ -206,11 +214,12 @@ async def test_reports_are_read_while_many_streams_have_news() -> None:
     """Fifty streams, of which one can be written in a pass, and a report for all of them every pass."""
     calls = Calls.__new__(Calls)
     calls.clock, calls._pacer, calls._turns = MonotonicClock(), Pacer(math.inf), Turns(at_once=1)
+    calls.metrics = CallMetrics()
     calls._claims = NoKeys()  # type: ignore[assignment]
     running, clients = [Running() for _ in range(50)], [Written() for _ in range(50)]
     streams = []
     for one, client in zip(running, clients, strict=True):
-        call = Call("r", [one], asyncio.current_task())  # type: ignore[list-item, arg-type]
+        call = Call(Asked(), [one], asyncio.current_task())  # type: ignore[list-item, arg-type]
         streams.append(asyncio.create_task(calls._stream(call, 0, client)))  # type: ignore[arg-type]
     for report in range(200):
         for one in running:
