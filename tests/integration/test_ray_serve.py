@@ -29,7 +29,7 @@ def served(tmp_path: Path) -> Iterator[ServeProcess]:
     model = tiny_llama(tmp_path / "tiny")
     process = ServeProcess(
         "--model", str(model), "--dtype", "float32", "--grpc-port", "0", "--ray-address", "local",
-        "--set", "prefill.num_blocks=256", "--set", "decode.num_blocks=256",
+        "--routers", "2", "--set", "prefill.num_blocks=256", "--set", "decode.num_blocks=256",
     )  # fmt: skip
     try:
         process.wait_ready()
@@ -79,7 +79,8 @@ def ray_folders(family: list[psutil.Process]) -> set[Path]:
     return {Path(tempfile.gettempdir(), name) for name in re.findall(r"pdserve-ray-\w+", words)}
 
 
-def status(address: str) -> admin_pb2.GetStatusReply:
+def status(addresses: str, router: int = 0) -> admin_pb2.GetStatusReply:
+    address = addresses.split(",")[router]
     with grpc.insecure_channel(address) as channel:
         return admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
 
@@ -102,6 +103,11 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     assert len(pids) == 2
     assert pids <= {process.pid for process in served.family()}
 
+    # Both routers know each other and both workers, and give the same answer.
+    one, other = address.split(",")
+    assert {router.router.router_id for router in status(address, 1).routers} == {"pdserve-router-0", "pdserve-router-1"}
+    assert generate(other, 20)["token_ids"] == generate(one, 20)["token_ids"] == first["token_ids"]
+
     # Nobody outside this machine is to reach a Ray of our own: it lets everybody in.
     assert all(host.removeprefix("::ffff:").startswith("127.") for host in listening(served.family()))
 
@@ -120,6 +126,12 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     assert json.loads(finish(cut))["token_ids"] == whole["token_ids"]
     again = generate(address, 20)
     assert again["token_ids"] == first["token_ids"]
+
+    # A router that dies is started again on its port; the other one serves meanwhile.
+    (dead,) = (router.router.pid for router in status(one).routers if router.router.router_id == "pdserve-router-1")
+    os.kill(dead, signal.SIGKILL)
+    assert generate(f"{other},{one}", 20)["token_ids"] == first["token_ids"]
+    served.wait_for(r"router-1 is back", 60)
 
     # What runs at SIGTERM may finish; nothing new is taken; nothing is left behind.
     family = served.family()
