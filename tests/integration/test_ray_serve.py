@@ -105,7 +105,8 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
 
     # Both routers know each other and both workers, and give the same answer.
     one, other = address.split(",")
-    assert {router.router.router_id for router in status(address, 1).routers} == {"pdserve-router-0", "pdserve-router-1"}
+    names = {router.router.router_id for router in status(address, 1).routers}
+    assert names == {"pdserve-router-0", "pdserve-router-1"}
     assert generate(other, 20)["token_ids"] == generate(one, 20)["token_ids"] == first["token_ids"]
 
     # Nobody outside this machine is to reach a Ray of our own: it lets everybody in.
