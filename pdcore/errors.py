@@ -10,10 +10,13 @@
     |  |- AlreadyRunning            another request with the same idempotency key runs: names it
     |  |- Overloaded                the queue is full, or the deadline cannot be met; carries a retry hint
     |  |  `- RateLimited            the tenant has used up what it may ask for
-    |  |- Unavailable               no worker in a pool, or draining
+    |  |- Unavailable               it cannot be served at present
+    |  |  |- NoWorker               no worker is connected
+    |  |  |- Draining               this router is going away; others may serve
     |  |  `- ReplaysExhausted       workers died under the request more often than it may be replayed
     |  |- DeadlineExceeded          the client's deadline passed
     |  |- RequestCancelled          the client cancelled or went away
+    |  |- UnknownMethod             the router has no such call
     |  `- InternalError             a bug of ours; the client sees only the request id
     |- ConfigError                  a configuration key or value is wrong: names key, value and what is allowed
     |- ModelError                   a model cannot be found, read or run: names it and says why
@@ -28,7 +31,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Self
 
 
 class PdserveError(Exception):
@@ -48,28 +53,50 @@ def _remade(kind: type[PdserveError], message: str, attributes: dict[str, object
 class RequestError(PdserveError):
     """The request ends with this error. `str(error)` is safe to show to the client.
 
-    `request_id`: of the request, for whoever looks into the cluster's logs; set by clients, empty elsewhere.
+    Attributes:
+        reason: what went wrong, in one word for programs.
+        request_id: of the request or call that failed; empty while nobody has said.
+        retry_after_s: when it may be worth trying again, in seconds; None if the same request will fail again, or
+            nobody knows.
+        facts: numbers and names that the message speaks of, for programs: limits, above all.
     """
 
-    request_id: str = ""
+    reason = "REQUEST_FAILED"
+    request_id = ""
+    retry_after_s: float | None = None
+    facts: Mapping[str, str] = MappingProxyType({})
+
+    def with_facts(self, **facts: object) -> Self:
+        """Itself, with more facts."""
+        self.facts = {**self.facts, **{name: str(value) for name, value in facts.items()}}
+        return self
 
 
 class InvalidRequest(RequestError):
-    """A field of the request has a value that is not allowed.
+    """A field of the request has a value that is not allowed, or several have.
 
     Args:
         field: dotted path of the field as the client knows it, e.g. ``sampling.top_p``.
         problem: what is wrong and what is allowed, e.g. ``"must be in (0, 1], got 1.5"``.
+        more: the same of other fields.
+
+    Attributes:
+        violations: (field, problem) of every field that is known to be wrong, the first one included.
     """
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, field: str, problem: str, more: Sequence[tuple[str, str]] = ()) -> None:
+        self.violations = ((field, problem), *more)
+        super().__init__("; ".join(f"{name}: {words}" for name, words in self.violations))
         self.field = field
         self.problem = problem
 
 
 class UnknownModel(RequestError):
     """The model that was asked for is not served here."""
+
+    reason = "UNKNOWN_MODEL"
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
         super().__init__(f"model {model!r} is not served here; served: {', '.join(served)}")
@@ -80,9 +107,13 @@ class UnknownModel(RequestError):
 class Unauthenticated(RequestError):
     """No token, or not the right one."""
 
+    reason = "UNAUTHENTICATED"
+
 
 class AlreadyRunning(RequestError):
-    """A request with the same idempotency key has not ended yet. `running_id`: its name, to cancel it."""
+    """A request with the same idempotency key has not ended yet. `running_id`: its name, which can be cancelled."""
+
+    reason = "IDEMPOTENCY_KEY_IN_USE"
 
     def __init__(self, message: str, running_id: str) -> None:
         super().__init__(message)
@@ -92,6 +123,9 @@ class AlreadyRunning(RequestError):
 class Overloaded(RequestError):
     """The request was shed. `retry_after_s` is a hint in seconds."""
 
+    reason = "OVERLOADED"
+    retry_after_s: float
+
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -100,25 +134,59 @@ class Overloaded(RequestError):
 class RateLimited(Overloaded):
     """The tenant asks for more than its limits allow; others may get in at the same time."""
 
+    reason = "RATE_LIMITED"
+
 
 class Unavailable(RequestError):
-    """No worker can take the request at present, or the cluster is draining."""
+    """The request cannot be served at present. `retry_after_s` is a hint; None: not before the cluster changes."""
+
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, retry_after_s: float | None = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorker(Unavailable):
+    """No worker is connected that could take it."""
+
+    reason = "NO_WORKER"
+
+
+class Draining(Unavailable):
+    """This router takes nothing new, for it is going away; others may, at once."""
+
+    reason = "DRAINING"
 
 
 class ReplaysExhausted(Unavailable):
     """Workers died or failed under this request more often than it may be replayed."""
 
+    reason = "REPLAYS_EXHAUSTED"
+
 
 class DeadlineExceeded(RequestError):
     """The client's deadline passed before the request finished."""
+
+    reason = "DEADLINE_EXCEEDED"
 
 
 class RequestCancelled(RequestError):
     """The client cancelled, or disconnected."""
 
+    reason = "CANCELLED"
+
+
+class UnknownMethod(RequestError):
+    """The router has no such call."""
+
+    reason = "UNKNOWN_METHOD"
+
 
 class InternalError(RequestError):
     """A bug of ours. The details are in the log under the request id, never in the message."""
+
+    reason = "INTERNAL"
 
 
 class ConfigError(PdserveError):

@@ -128,7 +128,9 @@ class AdmissionControl:
         if isinstance(admitted, Shed):
             counters.shed_full += 1
             waiting = f"{self._queue.waiting_of(priority)} {priority.name.lower()} requests are waiting already"
-            raise Overloaded(waiting, admitted.retry_after_s)
+            raise Overloaded(waiting, admitted.retry_after_s).with_facts(
+                priority=priority.name.lower(), max_queue=self._config.max_queue_by_class[priority]
+            )
         counters.admitted += 1
         self._open[priority] += 1
         return admitted.entry, self.tenants.admit(request.tenant, tokens, now)
@@ -230,7 +232,8 @@ class AdmissionControl:
         if over is not None:
             self.rate_limited += 1
             name = f"tenant {tenant!r}" if tenant else "who names no tenant"
-            raise RateLimited(f"{name} has used up what is allowed: {over.limit}", over.retry_after_s)
+            words = f"{name} has used up what is allowed: {over.limit}"
+            raise RateLimited(words, over.retry_after_s).with_facts(tenant=tenant, limit=over.limit)
 
     def _ahead_of(self, request: GenerationRequest, lacking: int) -> Ahead:
         if not len(self._queue):
@@ -263,4 +266,8 @@ def _shed(overdue: Overdue) -> Overloaded:
     problem = (
         f"the first token is expected after {overdue.expected_ms:.0f} ms, {what} allows {overdue.allowed_ms:.0f}"
     )
-    return Overloaded(problem, min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, overdue.retry_after_s)))
+    return Overloaded(problem, min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, overdue.retry_after_s))).with_facts(
+        cause=overdue.cause,
+        expected_ms=f"{overdue.expected_ms:.0f}",
+        allowed_ms=f"{overdue.allowed_ms:.0f}",
+    )

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
-from pdcore.errors import RequestError, Unavailable
+from pdcore.errors import Draining, NoWorker, RequestError
 from pdcore.types import ModelInfo
 from protos import generation_pb2
 from router.api_keys import tenant_of
@@ -29,7 +29,15 @@ from router.stream import Chunk
 from router.text import TextStream
 from router.tokenizer import TextModel
 from router.turns import Turns
-from router.validation import GenerationRequest, Limits, check_model, tokenize_input, validate
+from router.validation import (
+    GenerationRequest,
+    Limits,
+    check_model,
+    new_request_id,
+    tokenize_input,
+    usable_id,
+    validate,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +118,12 @@ class Calls:
             remaining_s: seconds that its client will wait; None: for ever.
 
         Raises:
-            RequestError: it was refused, or one of its samples has failed, after what it delivered.
+            RequestError: it was refused, or one of its samples has failed, after what it delivered. Its `request_id`
+                is set; a request that names none gets one first of all.
         """
+        request_id = request.request_id if usable_id(request.request_id) else new_request_id()
+        if not request.request_id:
+            request.request_id = request_id
         arrived = self.clock.now()
         deadline = None if remaining_s is None else arrived + remaining_s
         let_in = False
@@ -124,6 +136,7 @@ class Calls:
                 assert task is not None
                 await self._run(Call(checked, samples, task, arrived, claim), sink)
         except RequestError as error:
+            error.request_id = request_id
             if not let_in:
                 self.metrics.refused(error)
             raise
@@ -133,7 +146,7 @@ class Calls:
     ) -> tuple[GenerationRequest, Sequence[TextStream]]:
         """A request that may be let in, and where its samples' texts come to be."""
         if self._dispatcher.draining:
-            raise Unavailable("the router is draining")
+            raise Draining("the router is draining")
         tenant = tenant_of(caller, request.tenant)
         admission = self._dispatcher.admission
         admission.knock(tenant)  # before the prompt is tokenized
@@ -240,15 +253,15 @@ class Calls:
         return self._dispatcher.cancel(request_id, caller)
 
     def model(self, asked: str) -> ModelInfo:
-        """What the workers serve. Raises UnknownModel, or Unavailable while none is connected."""
+        """What the workers serve. Raises UnknownModel, or NoWorker while none is connected."""
         check_model(asked, self._config.served_name)
         model = self._dispatcher.pool.model
         if model is None:
-            raise Unavailable("no worker is connected")
+            raise NoWorker("no worker is connected")
         return model
 
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> list[int]:
-        """Token ids of a text or a chat. Raises InvalidRequest, UnknownModel, Unavailable."""
+        """Token ids of a text or a chat. Raises InvalidRequest, UnknownModel, NoWorker."""
         check_model(request.model, self._config.served_name)
         return await tokenize_input(request, self.text_model, self.limits())
 
@@ -261,8 +274,8 @@ class Calls:
         return await self.text_model.detokenize(request.token_ids)
 
     def limits(self) -> Limits:
-        """What the connected workers allow. Raises Unavailable while there is none."""
+        """What the connected workers allow. Raises NoWorker while there is none."""
         limits = self._dispatcher.pool.limits()
         if limits is None:
-            raise Unavailable("no worker is connected")
+            raise NoWorker("no worker is connected")
         return limits

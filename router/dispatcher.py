@@ -14,10 +14,11 @@ from pdcore.clock import Clock
 from pdcore.config import RouterConfig
 from pdcore.errors import (
     DeadlineExceeded,
+    Draining,
     InternalError,
     InvalidRequest,
+    NoWorker,
     RequestError,
-    Unavailable,
 )
 from pdcore.types import FinishReason, PriorityClass
 from protos import kv_pb2, worker_pb2
@@ -191,15 +192,15 @@ class Dispatcher:
             Its samples.
 
         Raises:
-            Unavailable: draining, or no worker could run it. InvalidRequest: its id is in use.
+            Draining. NoWorker: none could run it. InvalidRequest: its id is in use.
             RateLimited, Overloaded: see `AdmissionControl.admit`.
         """
         if self.draining:
-            raise Unavailable("the router is draining")
+            raise Draining("the router is draining")
         if request.request_id in self.request_ids:
             raise InvalidRequest("request_id", f"a request with the id {request.request_id!r} is running")
         if not self.pool.route_possible:
-            raise Unavailable("no worker is connected")
+            raise NoWorker("no worker is connected")
         names = PromptNames(request.prompt, request.cache_salt)
         tokens = len(request.prompt)
         # What has to be computed: all of it where prompt tokens are scored.
@@ -317,7 +318,7 @@ class Dispatcher:
             pass
         left = list(self._active.values())
         for active in left:
-            self._abandon(active, Unavailable("the router is shutting down"))
+            self._abandon(active, Draining("the router is shutting down"))
         return not left
 
     async def stop(self) -> None:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from functools import wraps
-from typing import Any, TypeVar
-
 import grpc
 
-from pdcore.errors import InternalError, RequestError
 from pdcore.types import FinishReason
 from protos import generation_pb2, generation_pb2_grpc
 from protos.convert import logprobs_to_proto, model_to_proto, stats_to_proto
@@ -18,44 +11,13 @@ from router.api_keys import Door
 from router.calls import Call, Calls, ClientGone
 from router.stream import Chunk, Terminal
 from router.tracker import Timeline
-from router.wire_errors import abort
-
-logger = logging.getLogger(__name__)
-
-REQUEST_ID_METADATA = "x-request-id"
-"""Initial metadata of Generate: the request's id, which the router makes if the client sent none."""
+from router.wire_errors import REQUEST_ID_METADATA
 
 _FINISH = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: generation_pb2.FINISH_REASON_CANCELLED,
 }
-
-Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Any]])
-
-
-def _with_status(handler: Handler) -> Handler:
-    """Let nobody in without a key, where there are keys; and turn errors into statuses: a RequestError into its own,
-    anything else into INTERNAL without details."""
-
-    @wraps(handler)
-    async def wrapper(self: GenerationService, request: Any, context: grpc.aio.ServicerContext) -> Any:
-        failure: RequestError
-        try:
-            self.caller(context)
-            return await handler(self, request, context)
-        except RequestError as error:
-            failure = error
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            request_id = getattr(request, "request_id", "")[:128]
-            logger.exception("internal error in a call, request %s", request_id, extra={"request_id": request_id})
-            failure = InternalError(f"internal error, request {request_id}" if request_id else "internal error")
-        with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call is over, and nobody there to be told
-            await abort(context, failure)
-
-    return wrapper  # type: ignore[return-value]
 
 
 class _Stream:
@@ -84,31 +46,28 @@ class _Stream:
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """See generation.proto."""
+    """See generation.proto. Methods raise RequestError, and `router.guard` stands before them."""
 
     def __init__(self, calls: Calls, door: Door) -> None:
         self._calls = calls
         self._door = door
 
-    def caller(self, context: grpc.aio.ServicerContext) -> str | None:
-        """The tenant whose key the call has; None where there are no keys. Raises Unauthenticated."""
+    def _caller(self, context: grpc.aio.ServicerContext) -> str | None:
+        """The tenant whose key the call has; None where there are no keys."""
         return self._door.caller(context.invocation_metadata() or ())
 
     # A coroutine that writes, not a generator: it learns at once when the client has gone.
-    @_with_status
     async def Generate(  # type: ignore[override]
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
         remaining_s = context.time_remaining()
-        await self._calls.run(request, _Stream(context), caller=self.caller(context), remaining_s=remaining_s)
+        await self._calls.run(request, _Stream(context), caller=self._caller(context), remaining_s=remaining_s)
 
-    @_with_status
     async def Cancel(
         self, request: generation_pb2.CancelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.CancelReply:
-        return generation_pb2.CancelReply(found=self._calls.cancel(request.request_id, self.caller(context)))
+        return generation_pb2.CancelReply(found=self._calls.cancel(request.request_id, self._caller(context)))
 
-    @_with_status
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelReply:
@@ -118,13 +77,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             end_token_ids=self._calls.text_model.end_token_ids,
         )
 
-    @_with_status
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.TokenizeReply:
         return generation_pb2.TokenizeReply(token_ids=await self._calls.tokenize(request))
 
-    @_with_status
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.DetokenizeReply:

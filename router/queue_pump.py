@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pdcore.clock import Clock
-from pdcore.errors import RequestError, Unavailable
+from pdcore.errors import NoWorker, RequestError, Unavailable
 from pdcore.types import PriorityClass
 from router.active import ActiveRequest, Counters
 from router.admission import AdmissionQueue, QueueEntry
@@ -180,7 +180,7 @@ class QueuePump:
                 continue
             self._route(active, now)  # a look may be long ago
             if active.no_route_since is not None:
-                self._abandon(active, Unavailable("no connected worker's KV cache holds the request"))
+                self._abandon(active, Unavailable("no connected worker's KV cache holds the request", None))
 
     def _arm_wake(self, now: float) -> None:
         """Look again when a delay or a refusal ends."""
@@ -205,7 +205,7 @@ class QueuePump:
         """No worker could take a request for the whole grace."""
         problem = f"no worker has been connected for {self._no_route_grace_s:g} s"
         for request_id in self._queue.waiting():
-            self._abandon(self._active[request_id], Unavailable(problem))
+            self._abandon(self._active[request_id], NoWorker(problem))
         self._arm_give_up()
 
     def _asked(self, active: ActiveRequest, now: float, held_back: frozenset[str]) -> RouteRequest:

@@ -24,7 +24,7 @@ from router.channels import public_server_options
 from router.claims import Claims
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
-from router.malformed import RefuseMalformed
+from router.guard import Guard
 from router.membership import MembershipWatcher
 from router.metrics import RouterMetrics
 from router.registration import RouterRegistration
@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+OPEN_TO_ALL = (ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
+"""Services that need no API key."""
+
 STOP_GRACE_S = 0.5
 
 
@@ -101,10 +104,10 @@ class RouterServer:
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
         calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
-        generation = GenerationService(calls, Door(keys))
-        server = grpc.aio.server(
-            interceptors=(RefuseMalformed(),), options=public_server_options(config.max_message_bytes)
-        )
+        door = Door(keys)
+        generation = GenerationService(calls, door)
+        guard = Guard(door, OPEN_TO_ALL)
+        server = grpc.aio.server(interceptors=(guard,), options=public_server_options(config.max_message_bytes))
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)
         admin = AdminService(config, self._dispatcher, lambda: self._watcher.routers, self._clock)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)

@@ -18,6 +18,7 @@ from protos import generation_pb2
 from protos.convert import structured_from_proto
 from router.logit_validation import LogitParams, check_some_allowed, check_token_ids, logit_params
 from router.tokenizer import GenerationDefaults, TextModel
+from router.violations import Violations
 
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
@@ -103,30 +104,33 @@ async def validate(
         tenant: whose it is; None for whom it names. default_class: of a request that names none.
 
     Raises:
-        InvalidRequest, UnknownModel: see generation.proto for what is allowed.
+        InvalidRequest, UnknownModel: see generation.proto for what is allowed. What is cheap to check is checked
+            first, and all of that is named; the prompt is looked at only if nothing of it was wrong.
         Overloaded: too many structured outputs wait to be checked.
     """
     check_model(message.model, served_name)
-    request_id = _request_id(message.request_id, in_flight)
-    if len(message.tenant) > MAX_TENANT_CHARS:
-        raise InvalidRequest("tenant", f"must have at most {MAX_TENANT_CHARS} characters, got {len(message.tenant)}")
-    priority = _PRIORITIES.get(message.priority)
-    if message.priority == generation_pb2.PRIORITY_UNSPECIFIED:
-        priority = default_class
-    if priority is None:
-        raise InvalidRequest("priority", f"must be one of the values of Priority, got {message.priority}")
-    if len(message.cache_salt) > MAX_SALT_CHARS:
-        problem = f"must have at most {MAX_SALT_CHARS} characters, got {len(message.cache_salt)}"
-        raise InvalidRequest("cache_salt", problem)
+    wrong, sampling = Violations(), message.sampling
+    with wrong:
+        request_id = _request_id(message.request_id, in_flight)
+    with wrong:
+        _check_chars_of("tenant", message.tenant, MAX_TENANT_CHARS)
+    with wrong:
+        priority = _priority(message, default_class)
+    with wrong:
+        _check_chars_of("cache_salt", message.cache_salt, MAX_SALT_CHARS)
     if _IDEMPOTENCY_KEY.fullmatch(message.idempotency_key) is None:
         problem = f"must have at most {MAX_IDEMPOTENCY_KEY_CHARS} characters, all of them printable ASCII"
-        raise InvalidRequest("idempotency_key", problem)
-    _check_kv_codec(message.kv_codec, limits)
-    sampling = message.sampling
-    _check_ranges(sampling)
-    samples = _samples(sampling)
-    stop_token_ids = _stop_token_ids(sampling, limits.vocab_size)
-    stops = _stops(sampling.stop)
+        wrong.add(InvalidRequest("idempotency_key", problem))
+    with wrong:
+        _check_kv_codec(message.kv_codec, limits)
+    _check_ranges(sampling, wrong)
+    with wrong:
+        samples = _samples(sampling)
+    with wrong:
+        stop_token_ids = _stop_token_ids(sampling, limits.vocab_size)
+    with wrong:
+        stops = _stops(sampling.stop)
+    wrong.check()
     logits = await logit_params(sampling, text_model, text_model.defaults, limits.vocab_size)
     prompt = await _prompt_tokens(message, text_model, limits)
     params = _params(
@@ -170,7 +174,7 @@ async def tokenize_input(
     if len(tokens) > limits.context_tokens:
         raise InvalidRequest(
             str(field), f"has {len(tokens)} tokens, more than the context of {limits.context_tokens} tokens holds"
-        )
+        ).with_facts(context_tokens=limits.context_tokens, prompt_tokens=len(tokens))
     return tokens
 
 
@@ -189,9 +193,19 @@ async def _text_tokens(
             raise InvalidRequest("input", "one of prompt and chat must be set")
 
 
+def new_request_id() -> str:
+    """One that nobody else has."""
+    return secrets.token_hex(8)
+
+
+def usable_id(asked: str) -> bool:
+    """Whether a request can have this id, unless another one has."""
+    return len(asked) <= MAX_ID_CHARS and _REQUEST_ID.fullmatch(asked) is not None
+
+
 def _request_id(asked: str, in_flight: Collection[str]) -> str:
     if not asked:
-        return secrets.token_hex(8)
+        return new_request_id()
     if len(asked) > MAX_ID_CHARS:
         raise InvalidRequest("request_id", f"must have at most {MAX_ID_CHARS} characters, got {len(asked)}")
     if _REQUEST_ID.fullmatch(asked) is None:
@@ -212,18 +226,31 @@ def _check_kv_codec(asked: str, limits: Limits) -> None:
         raise InvalidRequest("kv_codec", problem)
 
 
-def _check_ranges(sampling: generation_pb2.Sampling) -> None:
+def _priority(message: generation_pb2.GenerateRequest, default: PriorityClass) -> PriorityClass:
+    if message.priority == generation_pb2.PRIORITY_UNSPECIFIED:
+        return default
+    if message.priority not in _PRIORITIES:
+        raise InvalidRequest("priority", f"must be one of the values of Priority, got {message.priority}")
+    return _PRIORITIES[message.priority]
+
+
+def _check_chars_of(field: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(field, f"must have at most {limit} characters, got {len(text)}")
+
+
+def _check_ranges(sampling: generation_pb2.Sampling, wrong: Violations) -> None:
     # Written as "inside the range" so that NaN, which is inside no range, is refused.
     if sampling.HasField("temperature") and not 0 <= sampling.temperature <= MAX_TEMPERATURE:
-        raise _range("temperature", f"in [0, {MAX_TEMPERATURE:g}]", sampling.temperature)
+        wrong.add(_range("temperature", f"in [0, {MAX_TEMPERATURE:g}]", sampling.temperature))
     if sampling.HasField("top_p") and not 0 < sampling.top_p <= 1:
-        raise _range("top_p", "in (0, 1]", sampling.top_p)
+        wrong.add(_range("top_p", "in (0, 1]", sampling.top_p))
     if sampling.HasField("min_p") and not 0 <= sampling.min_p < 1:
-        raise _range("min_p", "in [0, 1)", sampling.min_p)
+        wrong.add(_range("min_p", "in [0, 1)", sampling.min_p))
     if sampling.HasField("top_k") and sampling.top_k > MAX_TOP_K:
-        raise _range("top_k", f"at most {MAX_TOP_K}", sampling.top_k)
+        wrong.add(_range("top_k", f"at most {MAX_TOP_K}", sampling.top_k))
     if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
-        raise _range("max_tokens", "at least 1", sampling.max_tokens)
+        wrong.add(_range("max_tokens", "at least 1", sampling.max_tokens))
 
 
 def _samples(sampling: generation_pb2.Sampling) -> int:
@@ -306,7 +333,7 @@ def _check_chars(field: str, chars: int, text_model: TextModel, limits: Limits) 
     if chars > limits.context_tokens * text_model.max_token_chars:
         raise InvalidRequest(
             field, f"{chars} characters cannot fit into the context of {limits.context_tokens} tokens"
-        )
+        ).with_facts(context_tokens=limits.context_tokens)
 
 
 def _check_length(field: str, prompt_tokens: int, limits: Limits) -> None:
@@ -315,7 +342,7 @@ def _check_length(field: str, prompt_tokens: int, limits: Limits) -> None:
             field,
             f"has {prompt_tokens} tokens; with at least one new token it must fit into the context of "
             f"{limits.context_tokens} tokens",
-        )
+        ).with_facts(context_tokens=limits.context_tokens, prompt_tokens=prompt_tokens)
 
 
 def _params(
@@ -336,7 +363,7 @@ def _params(
                 "sampling.max_tokens",
                 f"prompt ({prompt_tokens} tokens) and max_tokens ({max_tokens}) together must fit into the context "
                 f"of {limits.context_tokens} tokens",
-            )
+            ).with_facts(context_tokens=limits.context_tokens, prompt_tokens=prompt_tokens)
     else:
         max_tokens = min(room, defaults.max_tokens or DEFAULT_MAX_TOKENS)
     min_tokens = sampling.min_tokens if sampling.HasField("min_tokens") else 0

@@ -37,6 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
+def details_of(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.BadRequest, error_details_pb2.ErrorInfo]:
+    bad_request, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
+    for detail in rpc_status.from_call(error).details:
+        detail.Unpack(bad_request)
+        detail.Unpack(info)
+    return bad_request, info
+
+
 async def test_bad_input_is_refused_with_details_and_touches_no_worker(model: Path) -> None:
     async with NullCluster(model, pair()) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
@@ -46,16 +54,17 @@ async def test_bad_input_is_refused_with_details_and_touches_no_worker(model: Pa
             "sampling.max_tokens": build_request("x", Sampling(max_tokens=10**6)),
             "token_ids.ids[0]": build_request([100_000]),
             "input": generation_pb2.GenerateRequest(),
+            "request_id": build_request("x", request_id="no spaces"),
         }
         for field, request in bad.items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Generate(request).read()
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            status = rpc_status.from_call(caught.value)
-            detail = error_details_pb2.BadRequest()
-            assert status.details[0].Unpack(detail)
+            detail, info = details_of(caught.value)
             assert detail.field_violations[0].field == field
             assert detail.field_violations[0].description
+            assert (info.reason, info.domain) == ("INVALID_REQUEST", "pdserve")
+            assert dict(caught.value.trailing_metadata())["x-request-id"] == info.metadata["request_id"] != ""
         assert not any(worker.commands for worker in cluster.workers.values())
         assert cluster.dispatcher.running == 0
 
@@ -74,8 +83,17 @@ async def test_errors_come_back_as_they_were_meant(model: Path) -> None:
         ):
             with pytest.raises(UnknownModel):
                 await call
-        with pytest.raises(InvalidRequest, match="has 4097 tokens"):
+        with pytest.raises(InvalidRequest, match="has 4097 tokens") as long:
             await cluster.client.tokenize("x" * 4097)
+        assert long.value.facts == {"context_tokens": "4096", "prompt_tokens": "4097"}
+        # All that is known to be wrong, and whose request it is.
+        with pytest.raises(InvalidRequest) as several:
+            await cluster.client.samples(
+                [1], Sampling(temperature=9, top_p=2, n=99), tenant="t" * 200, request_id="r"
+            )
+        fields = [field for field, _ in several.value.violations]
+        assert fields == ["tenant", "sampling.temperature", "sampling.top_p", "sampling.n"]
+        assert (several.value.request_id, several.value.reason) == ("r", "INVALID_REQUEST")
         with pytest.raises(InvalidRequest, match="cannot fit"):
             await cluster.client.tokenize("x" * (8 << 20))
         with pytest.raises(InvalidRequest, match="vocabulary"):
@@ -110,8 +128,42 @@ async def test_what_is_no_message_is_the_client_s_mistake(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await (call(junk).read() if method == "Generate" else call(junk))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            _, info = details_of(caught.value)
+            assert info.reason == "MALFORMED_MESSAGE"
+            assert info.metadata["request_id"]
         assert (await cluster.client.complete([1], Sampling(max_tokens=2))).finish_reason == "length"
     assert "Traceback" not in caplog.text
+
+
+async def test_no_method_answers_with_an_exception_s_text(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with NullCluster(model, pair()) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        for method in ("/pdserve.v1.Generation/Regenerate", "/nobody.v1.Home/Call"):
+            with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                await channel.unary_unary(method)(b"\xff")
+            assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            _, info = details_of(unknown.value)
+            assert (info.reason, method in unknown.value.details()) == ("UNKNOWN_METHOD", True)
+            assert info.metadata["request_id"]
+        # Streams of messages, too; and methods that are not about requests.
+        reflect = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")()
+        await reflect.write(b"\xff\xff")
+        assert await reflect.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "Traceback" not in caplog.text
+
+        def broken(_: object) -> None:
+            raise RuntimeError("secret")
+
+        monkeypatch.setattr(cluster.dispatcher.pool, "statuses", broken, raising=True)
+        with pytest.raises(grpc.aio.AioRpcError) as bug:
+            await admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest())
+        monkeypatch.undo()
+        assert bug.value.code() is grpc.StatusCode.INTERNAL
+        _, info = details_of(bug.value)
+        assert info.metadata["request_id"] in bug.value.details()
+        assert info.metadata["request_id"] in caplog.text
+        assert "secret" not in bug.value.details()
 
 
 async def test_a_bug_is_told_without_details(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
