@@ -15,7 +15,7 @@ MAX_BACKOFF_S = 8.0
 class Retry:
     """Try again when the cluster is overloaded or unavailable and nothing of the answer has come.
 
-    Overloaded says when to come again: not before that. Each try also waits twice as long as the one before it,
+    The error may say when to come again: not before that. Each try also waits twice as long as the one before it,
     `MAX_BACKOFF_S` at most unless the hint is longer. A call ends with its last error once one of the bounds is
     reached, or its deadline would be.
 
@@ -44,7 +44,7 @@ class Retry:
         if tried >= self.attempts or not isinstance(error, Overloaded | Unavailable):
             return None
         backoff = min(MAX_BACKOFF_S, self.first_wait_s * 2.0 ** min(tried - 1, 30))
-        hint = error.retry_after_s if isinstance(error, Overloaded) else 0.0
+        hint = error.retry_after_s or 0.0
         wait = max(hint, backoff) * (1.0 + SPREAD * draw)
         if waited_s + wait > self.max_wait_s or (left_s is not None and wait >= left_s):
             return None

@@ -152,9 +152,12 @@ def _failure_of(code: grpc.StatusCode, message: str, details: _Details) -> Reque
             too_large.reason = MESSAGE_TOO_LARGE
             return too_large
         case grpc.StatusCode.UNAVAILABLE:
-            return _UNAVAILABLE.get(details.info.reason, Unavailable)(message)
+            return _UNAVAILABLE.get(details.info.reason, Unavailable)(message, None)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(message)
+        case grpc.StatusCode.CANCELLED if message == code.name and not details.info.reason:
+            # Reset without a word, as a server that goes away does to calls that are on their way to it.
+            return Unavailable("the router went away", None)
         case grpc.StatusCode.CANCELLED:
             return RequestCancelled(message)
         case grpc.StatusCode.UNIMPLEMENTED:

@@ -194,7 +194,7 @@ def test_several_samples(scripted: tuple[Scripted, str]) -> None:
 
 def test_overload_is_waited_out_if_asked_for(scripted: tuple[Scripted, str]) -> None:
     service, address = scripted
-    service.errors = [Overloaded("full", 0.02), Unavailable("draining"), Overloaded("full", 0.02)]
+    service.errors = [Overloaded("full", 0.02), Unavailable("draining", 0.02), Overloaded("full", 0.02)]
     with Client(address, retry=QUICK) as client:
         stream = client.generate("x")
         assert stream.collect().text == "ab"
@@ -206,10 +206,10 @@ def test_overload_is_waited_out_if_asked_for(scripted: tuple[Scripted, str]) -> 
 
 async def test_the_asynchronous_client_tries_again_as_well(scripted: tuple[Scripted, str]) -> None:
     service, address = scripted
-    service.errors = [Overloaded("full", 0.02), Unavailable("draining")]
+    service.errors = [Overloaded("full", 0.02), Unavailable("draining", 0.02)]
     async with AsyncClient(address, retry=QUICK) as client:
         assert (await client.complete("x")).text == "ab"
-        service.errors = [Unavailable("draining")]
+        service.errors = [Unavailable("draining", 0.02)]
         assert await client.detokenize([1]) == "text"
         service.errors = [Overloaded("full", 3.0)] * 9
         stream = client.generate("x")

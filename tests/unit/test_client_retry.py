@@ -32,9 +32,11 @@ def wait(retry: Retry, error: RequestError, tried: int = 1, waited: float = 0.0,
 def test_the_hint_is_waited_for_and_the_backoff_grows() -> None:
     assert wait(ROOMY, Overloaded("x", 3.0)) == 3.0
     assert wait(ROOMY, RateLimited("x", 100.0)) == 100.0, "longer than any backoff"
-    assert [wait(ROOMY, Unavailable("x"), tried) for tried in range(1, 8)] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+    waits = [wait(ROOMY, Unavailable("x", None), tried) for tried in range(1, 8)]
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+    assert wait(ROOMY, Unavailable("x", 3.0)) == 3.0
     assert wait(ROOMY, Overloaded("x", 0.0), 3) == 1.0, "a hint of nothing is no invitation to come at once"
-    assert wait(ROOMY, Unavailable("x"), 99) == MAX_BACKOFF_S
+    assert wait(ROOMY, Unavailable("x", None), 99) == MAX_BACKOFF_S
 
 
 @pytest.mark.parametrize(
@@ -54,7 +56,7 @@ def test_what_would_fail_again_is_final(error: RequestError) -> None:
 
 def test_bounds() -> None:
     three = Retry(attempts=3, max_wait_s=10.0)
-    assert [wait(three, Unavailable("x"), tried) for tried in (1, 2, 3)] == [0.25, 0.5, -1.0]
+    assert [wait(three, Unavailable("x", None), tried) for tried in (1, 2, 3)] == [0.25, 0.5, -1.0]
     assert wait(three, Overloaded("x", 10.0)) == 10.0
     assert wait(three, Overloaded("x", 10.1)) == -1.0
     assert wait(three, Overloaded("x", 5.0), waited=5.1) == -1.0

@@ -123,6 +123,10 @@ def test_what_others_say_is_understood_too() -> None:
     assert (type(many), many.retry_after_s) == (Overloaded, 1.0)
     refused = error_of(Failed(grpc.StatusCode.UNAVAILABLE, "connection refused"))
     assert (type(refused), refused.reason) == (Unavailable, "UNAVAILABLE")
+    assert refused.retry_after_s is None
+    for words in ("Locally cancelled by application!", "Stream removed (Channel closed!)"):
+        assert type(error_of(Failed(grpc.StatusCode.CANCELLED, words))) is RequestCancelled
+    assert type(error_of(Failed(grpc.StatusCode.CANCELLED, "CANCELLED"))) is Unavailable
     garbled = error_of(Failed(grpc.StatusCode.INTERNAL, "?", (("grpc-status-details-bin", b"\xff\xff"),)))
     assert type(garbled) is InternalError
     # A deadline passes at the client, which knows the id from the beginning of the stream.
