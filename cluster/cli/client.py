@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections import namedtuple
@@ -39,7 +40,6 @@ _ADVICE = {
     grpc.StatusCode.INVALID_ARGUMENT: "change the request and try again",
     grpc.StatusCode.NOT_FOUND: "leave --model out to use the one that is served",
     grpc.StatusCode.UNAUTHENTICATED: f"give a key in ${API_KEY_VARIABLE}, or a file with one by --api-key-file",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "try again later",
     grpc.StatusCode.ALREADY_EXISTS: "try again when that request has ended, or with another --idempotency-key",
     grpc.StatusCode.UNAVAILABLE: "`pdserve status` shows the workers; try again when one is ready",
     grpc.StatusCode.DEADLINE_EXCEEDED: "give more --timeout, or ask for fewer tokens",
@@ -137,9 +137,19 @@ def connect_all(address: str, api_key: str = "") -> Iterator[list[tuple[str, grp
             channel.close()
 
 
-def failed_call(error: grpc.RpcError, address: str) -> typer.Exit:
-    """The end of a command whose call failed: what the cluster said, and what to do about it."""
-    code = error.code()
+def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typer.Exit:
+    """The end of a command whose call failed: what the cluster said, of which request, and what to do about it."""
+    from pdcore.errors import InvalidRequest, Overloaded
+    from router.wire_errors import error_of  # what errors mean is not needed to answer --help
+
+    meant, status = error_of(error), error.code()
+    code = status
+    if isinstance(meant, InvalidRequest):
+        code = grpc.StatusCode.INVALID_ARGUMENT  # also what gRPC itself found to be too large
     advice = _ADVICE.get(code)
-    message = f"{error.details() or 'no details'} ({code.name.lower().replace('_', ' ')}, from {address})"
+    if isinstance(meant, Overloaded):
+        advice = f"try again in {max(1, math.ceil(meant.retry_after_s))} s"
+    name = meant.request_id or request_id
+    where = f"{status.name.lower().replace('_', ' ')}, from {address}" + (f", request {name}" if name else "")
+    message = f"{error.details() or 'no details'} ({where})"
     return fail(f"{message}; {advice}" if advice else message, _EXIT_CODES.get(code, EXIT_FAILED))

@@ -5,44 +5,34 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
 from rich.console import Console
 
-from cluster.cli.client import (
-    DEFAULT_ADDRESS,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    connect_all,
-    fail,
-    failed_call,
-    read_api_key,
-)
+from cluster.cli.answers import Stopped, name_request, set_sampling, stats_line, stream_answers
+from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect_all, fail, read_api_key
 from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
+from cluster.cli.options import (
+    PRIORITIES,
+    Address,
+    ApiKeyFile,
+    CacheSalt,
+    Model,
+    RequestClass,
+    Seed,
+    Stop,
+    Temperature,
+    Tenant,
+    Timeout,
+    TopP,
+    is_text,
+)
 from cluster.cli.structured import structured_output
 from cluster.timeline import Answer, samples_to_dict, timeline_tables
-from protos import generation_pb2, generation_pb2_grpc
-
-
-class Priority(StrEnum):
-    """Classes of requests."""
-
-    INTERACTIVE = "interactive"
-    STANDARD = "standard"
-    BATCH = "batch"
-
-
-_PRIORITIES = {
-    None: generation_pb2.PRIORITY_UNSPECIFIED,
-    Priority.INTERACTIVE: generation_pb2.PRIORITY_INTERACTIVE,
-    Priority.STANDARD: generation_pb2.PRIORITY_STANDARD,
-    Priority.BATCH: generation_pb2.PRIORITY_BATCH,
-}
+from pdcore.types import MAX_SAMPLES
+from protos import generation_pb2
 
 
 def generate(
@@ -50,22 +40,21 @@ def generate(
         str | None, typer.Argument(help="The prompt; read from standard input if it is left out or is -.")
     ] = None,
     *,
-    address: Annotated[
-        str, typer.Option(help="HOST:PORT of a running cluster; of several routers, separated by commas.")
-    ] = DEFAULT_ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", metavar="FILE")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message; use the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message before it; only with --chat.")] = None,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="The prompt is token ids, separated by spaces or commas.")
     ] = False,
-    model: Annotated[str, typer.Option(help="Refuse to run on another model than this.")] = "",
+    model: Model = "",
     max_tokens: Annotated[int | None, typer.Option(help="Output tokens at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    temperature: Temperature = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")] = None,
+    top_p: TopP = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens this much less likely than the likeliest.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Repeat a sampled answer; drawn by the cluster if unset.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this string; may be repeated.")] = None,
+    seed: Seed = None,
+    stop: Stop = None,
     stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; may be repeated.")] = None,
     min_tokens: Annotated[int | None, typer.Option(help="No end before this many tokens.")] = None,
     n: Annotated[int | None, typer.Option("--n", "-n", help="Samples of the answer, 1 to 16.")] = None,
@@ -106,19 +95,18 @@ def generate(
     kv_codec: Annotated[
         str, typer.Option(help="How the prompt's KV travels: auto or a codec; default: the cluster's setting.")
     ] = "",
-    priority: Annotated[
-        Priority | None, typer.Option(help="Class of the request; default: the tenant's.", case_sensitive=False)
-    ] = None,
-    tenant: Annotated[str, typer.Option(help="Whose request it is: limits and the queue policy fair go by it.")] = "",
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="File with an API key; default: $PDSERVE_API_KEY.", metavar="FILE")
-    ] = None,
-    cache_salt: Annotated[str, typer.Option(help="Share cached prompts with requests of this salt only.")] = "",
-    request_id: Annotated[str, typer.Option(help="Name of the request; made by the cluster if unset.")] = "",
+    priority: RequestClass = None,
+    tenant: Tenant = "",
+    api_key_file: ApiKeyFile = None,
+    cache_salt: CacheSalt = "",
+    request_id: Annotated[str, typer.Option(help="Name of the request; made up if unset.")] = "",
     idempotency_key: Annotated[
         str, typer.Option(help="Refuse to run while another request with this key does, on any router.")
     ] = "",
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that the whole answer may take.")] = 600.0,
+    timeout: Timeout = 600.0,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Show time to first token and tokens/s, on standard error.")
+    ] = False,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Show where the time went, on standard error.")
     ] = False,
@@ -132,7 +120,9 @@ def generate(
 
       pdserve generate --chat "Why is the sky blue?"
 
-      cat essay.txt | pdserve generate --max-tokens 200 --temperature 0
+      pdserve generate --file essay.txt --max-tokens 200 --temperature 0 --stats
+
+      cat essay.txt | pdserve generate
 
       pdserve generate --chat "Is 91 prime?" --choice yes --choice no
 
@@ -165,7 +155,7 @@ def generate(
     texts |= {"--regex": regex or "", "--choice": "".join(choice or ())}
     texts |= {"--stop": "".join(stop or ()), "--bad-word": "".join(bad_word or ())}
     for name, text in texts.items():
-        if not _is_text(text):
+        if not is_text(text):
             raise fail(f"{name} is not valid UTF-8", EXIT_USAGE)
     request = generation_pb2.GenerateRequest(
         request_id=request_id,
@@ -174,9 +164,10 @@ def generate(
         cache_salt=cache_salt,
         tenant=tenant,
         idempotency_key=idempotency_key,
-        priority=_PRIORITIES[priority],
+        priority=PRIORITIES[priority],
     )
-    _set_input(request, _read_prompt(prompt), chat=chat, system=system, token_ids=token_ids)
+    name_request(request)
+    _set_input(request, _read_prompt(prompt, file), chat=chat, system=system, token_ids=token_ids)
     request.sampling.MergeFrom(
         generation_pb2.Sampling(
             stop=stop or [],
@@ -192,44 +183,33 @@ def generate(
     for entry in logit_bias or ():
         _set_bias(request.sampling, entry)
     for name, value in {**sampling, "stop_token": stop_token, "allowed_token": allowed_token}.items():
-        if value is not None:
-            _set_sampling(request.sampling, name, value)
+        set_sampling(request.sampling, name, value)
     with connect_all(address, read_api_key(api_key_file)) as routers:
-        answers, channel = _first_answers(routers, request, timeout=timeout, samples=n or 1, echo=not as_json)
+        count = min(n or 1, MAX_SAMPLES)  # more are refused by the cluster
+        answers = [Answer("request")] if count == 1 else [Answer(f"sample {i}", i) for i in range(count)]
+        try:
+            _, channel = stream_answers(routers, request, answers, timeout=timeout, echo=not as_json)
+        except Stopped:
+            raise fail(f"interrupted; request {request.request_id} is cancelled", EXIT_INTERRUPTED) from None
         texts_of = TokenTexts(channel)
         shown = [] if as_json else [table for answer in answers for table in logprob_tables(answer, texts_of)]
     if as_json:
 
         def extra(answer: Answer) -> dict[str, object]:
-            return {"token_ids": answer.token_ids, **logprobs_to_dict(answer)}
+            assert answer.end is not None, answer.name
+            used = {"request_id": request.request_id, "cached_tokens": answer.end.usage.cached_tokens}
+            return {**used, "token_ids": answer.token_ids, **logprobs_to_dict(answer)}
 
         one = len(answers) == 1
         found = {**answers[0].to_dict(), **extra(answers[0])} if one else samples_to_dict(answers, extra)
         print(json.dumps(found, indent=2))
+    for answer in answers if stats else ():
+        name = f"{answer.name}: " if len(answers) > 1 else ""
+        typer.echo(f"{name}{stats_line(answer)}", err=True)
     for table in shown:
         Console(stderr=True).print(table)
     for table in timeline_tables(answers) if timeline else ():
         Console(stderr=True).print(table)
-
-
-def _is_text(text: str) -> bool:
-    """False for arguments whose bytes are no UTF-8: Python keeps those as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _set_sampling(message: generation_pb2.Sampling, name: str, value: float | list[int]) -> None:
-    try:
-        if isinstance(value, list):
-            getattr(message, f"{name}_ids").extend(value)
-        else:
-            setattr(message, name, value)
-    except (ValueError, TypeError) as error:
-        flag = f"--{name.replace('_', '-')}"
-        raise fail(f"{flag}: {value} is not allowed; allowed: what fits in its type ({error})", EXIT_USAGE) from error
 
 
 def _set_bias(message: generation_pb2.Sampling, entry: str) -> None:
@@ -243,7 +223,15 @@ def _set_bias(message: generation_pb2.Sampling, entry: str) -> None:
         ) from error
 
 
-def _read_prompt(prompt: str | None) -> str:
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if file is not None and prompt is not None:
+        raise fail("a prompt and --file exclude each other", EXIT_USAGE)
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise fail(f"--file: {file} cannot be read: {why}", EXIT_USAGE) from None
     if prompt is not None and prompt != "-":
         return prompt
     if sys.stdin.isatty():
@@ -271,74 +259,3 @@ def _set_input(
             request.token_ids.ids.append(int(word))
     else:
         request.prompt = prompt
-
-
-class _NextRouter(Exception):
-    """A router is unavailable, and nothing has come from it."""
-
-
-def _first_answers(
-    routers: Sequence[tuple[str, grpc.Channel]],
-    request: generation_pb2.GenerateRequest,
-    *,
-    timeout: float,
-    samples: int,
-    echo: bool,
-) -> tuple[list[Answer], grpc.Channel]:
-    """The answers of the first router that is available, and the channel to it."""
-    for number, (address, channel) in enumerate(routers, 1):
-        more = number < len(routers)
-        try:
-            answers = _stream(channel, request, address, timeout=timeout, samples=samples, echo=echo, others=more)
-        except _NextRouter:
-            continue
-        return answers, channel
-    raise AssertionError("there is at least one router")
-
-
-def _stream(
-    channel: grpc.Channel,
-    request: generation_pb2.GenerateRequest,
-    address: str,
-    *,
-    timeout: float,
-    samples: int,
-    echo: bool,
-    others: bool = False,
-) -> list[Answer]:
-    """The answers to a request, one a sample: a single one is written as it comes, several as they are done.
-
-    `others`: there are other routers; raises _NextRouter for them.
-    """
-    answers = [Answer("request")] if samples == 1 else [Answer(f"sample {i}", i) for i in range(samples)]
-    call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout)
-    begun = False
-    try:
-        for event in call:
-            begun = True
-            answer = answers[event.sample]
-            answer.add(event)
-            if echo and samples == 1:
-                sys.stdout.write(event.text)
-            elif echo and answer.end is not None:
-                sys.stdout.write(f"--- {answer.name}\n{answer.text}\n")
-            sys.stdout.flush()
-    except grpc.RpcError as error:
-        if others and not begun and error.code() is grpc.StatusCode.UNAVAILABLE:
-            raise _NextRouter from error
-        if echo and samples == 1 and answers[0].text:
-            sys.stdout.write("\n")
-        raise failed_call(error, address) from error
-    except KeyboardInterrupt:
-        call.cancel()
-        if echo and samples == 1 and answers[0].text:
-            sys.stdout.write("\n")
-        raise fail("interrupted; the request is cancelled", EXIT_INTERRUPTED) from None
-    except BrokenPipeError:
-        call.cancel()
-        raise
-    if any(answer.end is None for answer in answers):
-        raise fail(f"{address} ended the stream before the answer was complete")
-    if echo and samples == 1:
-        sys.stdout.write("\n")
-    return answers

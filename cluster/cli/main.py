@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import calibrate, codecs, config, demo, generate, models, serve, status
+from cluster.cli import calibrate, chat, codecs, config, demo, generate, models, serve, status
 
 app = typer.Typer(
     name="pdserve",
     help="Serve a language model with separate pools of workers for prompts (prefill) and for answers (decode).",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -29,6 +28,7 @@ def _show_version(wanted: bool) -> None:
 
 app.command()(serve.serve)
 app.command()(generate.generate)
+app.command()(chat.chat)
 app.command()(status.status)
 app.command()(demo.demo)
 app.command()(models.models)

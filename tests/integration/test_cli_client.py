@@ -12,113 +12,35 @@ from pathlib import Path
 import grpc
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from cluster.cli.main import app
 from cluster.cli.status import show
+from pdcore.errors import Overloaded, UnknownModel
 from protos import (
     admin_pb2,
-    admin_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
-    kv_pb2,
     membership_pb2,
     routers_pb2,
     worker_pb2,
 )
+from tests.support.scripted_cluster import END, Run, ScriptedCluster, scripted_cluster
 
 Event = generation_pb2.GenerateEvent
-
-END = generation_pb2.End(
-    finish_reason=generation_pb2.FINISH_REASON_LENGTH,
-    usage=generation_pb2.Usage(prompt_tokens=5, completion_tokens=3),
-    timeline=generation_pb2.Timeline(
-        queued_ms=1.5,
-        ttft_ms=12.25,
-        tpot_ms=4.5,
-        prefill_worker="prefill-0",
-        decode_worker="decode-1",
-        kv=kv_pb2.TransferStats(
-            blocks=2,
-            raw_bytes=4000,
-            wire_bytes=2500,
-            codec="bexp-zstd",
-            transport="grpc",
-            seconds=0.0125,
-            codec_reason="asked for",
-        ),
-    ),
-)
-
-
-class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
-    """Answers every Generate with `events`, then `error` if there is one, and keeps the requests."""
-
-    def __init__(self) -> None:
-        self.address = ""
-        self.requests: list[generation_pb2.GenerateRequest] = []
-        self.keys: list[str | None] = []
-        self.events = [
-            Event(token_ids=[7, 8], text="Because "),
-            Event(token_ids=[9], text="so.", token_index=2),
-            Event(end=END),
-        ]
-        self.error: tuple[grpc.StatusCode, str] | None = None
-        self.status = admin_pb2.GetStatusReply()
-        self.steps = admin_pb2.GetClusterStepsReply()
-        self.asked_steps = 0
-
-    def Generate(
-        self, request: generation_pb2.GenerateRequest, context: grpc.ServicerContext
-    ) -> Iterator[generation_pb2.GenerateEvent]:
-        self.requests.append(request)
-        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
-        yield from self.events
-        if self.error is not None:
-            context.abort(*self.error)
-
-    def Detokenize(
-        self, request: generation_pb2.DetokenizeRequest, context: grpc.ServicerContext
-    ) -> generation_pb2.DetokenizeReply:
-        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
-        return generation_pb2.DetokenizeReply(text="".join(f"t{token_id}" for token_id in request.token_ids))
-
-    def GetStatus(
-        self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
-    ) -> admin_pb2.GetStatusReply:
-        return self.status
-
-    def GetSteps(
-        self, request: worker_pb2.GetStepsRequest, context: grpc.ServicerContext
-    ) -> admin_pb2.GetClusterStepsReply:
-        self.asked_steps = request.count
-        return self.steps
 
 
 @pytest.fixture
 def cluster() -> Iterator[ScriptedCluster]:
-    scripted = ScriptedCluster()
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    generation_pb2_grpc.add_GenerationServicer_to_server(scripted, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(scripted, server)
-    scripted.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
-    yield scripted
-    server.stop(0).wait(5)
-
-
-class Run:
-    """One finished run of the command."""
-
-    def __init__(self, *arguments: str, stdin: str | None = None) -> None:
-        result = CliRunner().invoke(app, list(arguments), input=stdin, prog_name="pdserve")
-        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+    with scripted_cluster() as scripted:
+        yield scripted
 
 
 def test_generate_streams_the_text(cluster: ScriptedCluster) -> None:
     run = Run("generate", "Why?", "--address", cluster.address)
     assert (run.code, run.out, run.err) == (0, "Because so.\n", "")
-    assert cluster.requests == [generation_pb2.GenerateRequest(prompt="Why?", sampling=generation_pb2.Sampling())]
+    (request,) = cluster.requests
+    assert request.request_id, "so that every error can name it"
+    request.ClearField("request_id")
+    assert request == generation_pb2.GenerateRequest(prompt="Why?", sampling=generation_pb2.Sampling())
 
 
 def test_generate_goes_on_with_another_router(cluster: ScriptedCluster) -> None:
@@ -258,6 +180,32 @@ def test_generate_reads_standard_input(cluster: ScriptedCluster, argument: tuple
     assert cluster.requests[0].prompt == "From a file\n"
 
 
+def test_generate_reads_a_file(cluster: ScriptedCluster, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("From a file\n")
+    assert Run("generate", "--file", str(file), "--address", cluster.address).code == 0
+    assert cluster.requests[0].prompt == "From a file\n"
+    for arguments, words in (
+        (("--file", "/nowhere/p"), "--file: /nowhere/p cannot be read: No such file"),
+        (("Why?", "--file", str(file)), "a prompt and --file exclude each other"),
+    ):
+        run = Run("generate", *arguments, "--address", cluster.address)
+        assert run.code == 2
+        assert words in run.err
+    file.write_bytes(b"\xff")
+    assert "it is not UTF-8" in Run("generate", "--file", str(file), "--address", cluster.address).err
+    assert len(cluster.requests) == 1
+
+
+def test_generate_stats_go_to_standard_error(cluster: ScriptedCluster) -> None:
+    run = Run("generate", "Why?", "--stats", "--address", cluster.address)
+    assert run.out == "Because so.\n"
+    assert run.err == "first token after 12.2 ms, 222.2 tokens/s, 3 tokens; 0 of 5 prompt tokens cached\n"
+    cluster.events = [Event(sample=number, text="x", end=END) for number in range(2)]
+    run = Run("generate", "Why?", "-n", "2", "--stats", "--address", cluster.address)
+    assert [line.partition(":")[0] for line in run.err.splitlines()] == ["sample 0", "sample 1"]
+
+
 def test_generate_chat(cluster: ScriptedCluster) -> None:
     Run("generate", "Why?", "--chat", "--system", "Be brief.", "--address", cluster.address)
     messages = [(message.role, message.content) for message in cluster.requests[0].chat.messages]
@@ -272,7 +220,9 @@ def test_generate_token_ids(cluster: ScriptedCluster) -> None:
 def test_generate_json(cluster: ScriptedCluster) -> None:
     run = Run("generate", "Why?", "--json", "--address", cluster.address)
     assert json.loads(run.out) == {
+        "request_id": cluster.requests[0].request_id,
         "prompt_tokens": 5,
+        "cached_tokens": 0,
         "completion_tokens": 3,
         "text": "Because so.",
         "ttft_ms": 12.25,
@@ -415,7 +365,7 @@ def test_generate_timeline_goes_to_standard_error(cluster: ScriptedCluster) -> N
     [
         (grpc.StatusCode.INVALID_ARGUMENT, 2, "change the request"),
         (grpc.StatusCode.NOT_FOUND, 2, "--model"),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, 75, "try again later"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 2, "change the request"),
         (grpc.StatusCode.UNAVAILABLE, 75, "pdserve status"),
         (grpc.StatusCode.UNAUTHENTICATED, 2, "--api-key-file"),
         (grpc.StatusCode.DEADLINE_EXCEEDED, 1, "--timeout"),
@@ -430,7 +380,22 @@ def test_generate_error_says_what_happened_and_what_to_do(
     assert run.code == code
     assert "sampling.top_p: the cluster's words" in run.err
     assert advice in run.err
+    assert f"request {cluster.requests[0].request_id}" in run.err
     assert not run.out
+
+
+def test_an_error_says_when_to_come_again_and_what_is_served(cluster: ScriptedCluster) -> None:
+    cluster.events, cluster.error = [], Overloaded("the queue is full", 2.4)
+    run = Run("generate", "Why?", "--address", cluster.address, "--request-id", "mine")
+    assert run.code == 75
+    assert "the queue is full" in run.err
+    assert "request mine" in run.err
+    assert "try again in 3 s" in run.err
+    cluster.error = UnknownModel("gpt", ["tiny"])
+    run = Run("generate", "Why?", "--address", cluster.address)
+    assert run.code == 2
+    assert "'gpt' is not served here; served: tiny" in run.err
+    assert "leave --model out" in run.err
 
 
 def test_generate_json_prints_nothing_of_a_failed_request(cluster: ScriptedCluster) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,9 @@ from cluster.demo_view import LineView, PanelView, make_view
 from cluster.timeline import Answer, timeline_tables
 from pdcore.errors import PdserveError
 from protos import generation_pb2, kv_pb2
+from tests.support.processes import REPOSITORY
 
-COMMANDS = ("serve", "generate", "status", "demo", "models", "config")
+COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
 
 
 def invoke(*arguments: str) -> tuple[int, str, str]:
@@ -33,6 +37,42 @@ def test_help_has_examples(command: str) -> None:
     assert code == 0
     assert "Examples:" in out
     assert f"pdserve {command}" in out
+
+
+def run_in_shell(script: str, shell: str = "bash", **environment: str) -> str:
+    """What a script prints that calls the command."""
+    done = subprocess.run(
+        [shell, "-c", f"{script}\ntrue"],  # the last line keeps the shell from becoming the command
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, **environment, "PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_completion_in_bash(tmp_path: Path) -> None:
+    shown = run_in_shell('"$PYTHON" -m cluster --show-completion')
+    command = tmp_path / "pdserve"
+    command.write_text('#!/bin/sh\nexec "$PYTHON" -m cluster "$@"\n')
+    command.chmod(0o755)
+    # What a shell does with it on <TAB>.
+    script = """
+        source /dev/stdin <<< "$SHOWN"
+        for words in "pdserve gen" "pdserve chat --priority b"; do
+          COMP_WORDS=($words) COMP_CWORD=$(( $(wc -w <<< "$words") - 1 ))
+          _pdserve_completion pdserve
+          echo "${COMPREPLY[@]}"
+        done
+    """
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert run_in_shell(script, SHOWN=shown, PATH=path).split() == ["generate", "batch"]
+
+
+def test_installing_completion_writes_to_the_home_of_whoever_asks(tmp_path: Path) -> None:
+    told = run_in_shell('"$PYTHON" -m cluster --install-completion', HOME=str(tmp_path))
+    assert "bash completion installed in" in told
+    written = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert "_pdserve_completion" in written
 
 
 def test_printed_configuration_is_a_configuration_file(tmp_path: Path) -> None:

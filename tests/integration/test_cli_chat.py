@@ -1,0 +1,241 @@
+"""``pdserve chat``, from a pipe and from a terminal, against a scripted cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cluster.cli.chat_input import Turns
+from pdcore.errors import Overloaded
+from protos import generation_pb2
+from tests.support.processes import REPOSITORY
+from tests.support.scripted_cluster import END, Event, Run, ScriptedCluster, scripted_cluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[ScriptedCluster]:
+    with scripted_cluster() as scripted:
+        for question in ("one", "two", "three"):
+            scripted.answers[question] = [Event(text=f"{question}"), Event(text="!", end=END)]
+        yield scripted
+
+
+def chat(cluster: ScriptedCluster, *turns: str, flags: tuple[str, ...] = ()) -> Run:
+    return Run("chat", "--address", cluster.address, *flags, stdin="".join(turn + "\n" for turn in turns))
+
+
+def messages(request: generation_pb2.GenerateRequest) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in request.chat.messages]
+
+
+# -- turns ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "turns"),
+    [
+        (["a", "", "b"], ["a", "", "b"]),
+        (["a\\", "b\\", "c", "d"], ["a\nb\nc", "d"]),
+        (["a\\"], ["a"]),
+        (['"""', "a", "", "b\\", '"""', "c"], ["a\n\nb\\", "c"]),
+        (['"""a', 'b"""', "c"], ["a\nb", "c"]),
+        (['"""a"""', "b"], ["a", "b"]),
+        (['"""a', "b"], ["a\nb"]),
+        (['a"""b'], ['a"""b']),
+        (['"""', '"""'], [""]),
+    ],
+)
+def test_lines_become_turns(lines: list[str], turns: list[str]) -> None:
+    left = iter(lines)
+    source, found = Turns(lambda _: next(left, None)), []
+    while (turn := source.next()) is not None:
+        found.append(turn)
+    assert found == turns
+
+
+# -- from a pipe ----------------------------------------------------------------------------------------------------
+
+
+def test_every_line_is_a_turn_and_the_conversation_is_kept(cluster: ScriptedCluster) -> None:
+    flags = "--system Brief. --max-tokens 9 --temperature 0 --top-p 0.5 --seed 3 --stop S --priority batch --tenant t"
+    run = chat(cluster, "one", "", "two", flags=(*flags.split(), "--cache-salt", "c", "--model", "tiny"))
+    assert (run.code, run.out, run.err) == (0, "one!\ntwo!\n", "")
+    first, second = cluster.requests
+    assert messages(first) == [("system", "Brief."), ("user", "one")]
+    assert messages(second) == [*messages(first), ("assistant", "one!"), ("user", "two")]
+    assert first.request_id != second.request_id
+    expected = generation_pb2.GenerateRequest(
+        request_id=first.request_id,
+        model="tiny",
+        tenant="t",
+        cache_salt="c",
+        priority=generation_pb2.PRIORITY_BATCH,
+        chat=first.chat,
+        sampling=generation_pb2.Sampling(max_tokens=9, temperature=0.0, top_p=0.5, seed=3, stop=["S"]),
+    )
+    assert first == expected
+
+
+def test_commands(cluster: ScriptedCluster, tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    turns = [
+        "/system Brief.",
+        "one",
+        "/reset",
+        "two",
+        f"/save {path}",
+        "/system",
+        "//three",
+        "/stats",
+        "three",
+        "/quit",
+    ]
+    run = chat(cluster, "/help", *turns, "one")
+    assert run.code == 0, run.err
+    assert run.out == "one!\ntwo!\nBecause so.\nthree!\n", "and nothing after /quit"
+    saved = [("system", "Brief."), ("user", "two"), ("assistant", "two!")]
+    assert [(entry["role"], entry["content"]) for entry in json.loads(path.read_text())] == saved
+    assert messages(cluster.requests[2]) == [*saved[1:], ("user", "/three")]
+    for words in ("/save FILE", "the conversation is forgotten", f"written to {path}", "stats are on"):
+        assert words in run.err
+    assert run.err.count("first token after 12.2 ms, 222.2 tokens/s") == 1
+
+
+def test_stats_of_every_answer(cluster: ScriptedCluster) -> None:
+    run = chat(cluster, "one", "two", "/stats", "three", flags=("--stats",))
+    assert run.err.count("0 of 5 prompt tokens cached") == 2
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ("/nonsense", "/help lists what is"),
+        ("/reset now", "/reset takes nothing"),
+        ("/save", "/save needs a file"),
+        ("/save /nowhere/x", "/nowhere/x cannot be written: No such file"),
+        ("/save README.md", "README.md cannot be written: File exists"),
+    ],
+)
+def test_a_bad_command_ends_a_pipe(
+    cluster: ScriptedCluster, turn: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    run = chat(cluster, turn, "one")
+    assert run.code in (1, 2)
+    assert words in run.err
+    assert not cluster.requests
+
+
+def test_a_failure_ends_a_pipe_and_says_what_to_do(cluster: ScriptedCluster) -> None:
+    cluster.error = Overloaded("the queue is full", 1.0)
+    run = chat(cluster, "one", "two")
+    assert run.code == 75
+    assert f"request {cluster.requests[0].request_id}" in run.err
+    assert "try again in 1 s" in run.err
+    assert len(cluster.requests) == 1
+
+
+def test_what_cannot_work_is_told_before_anything_is_asked(cluster: ScriptedCluster) -> None:
+    run = chat(cluster, "one", flags=("--model", "gpt"))
+    assert run.code == 2
+    assert "served: tiny" in run.err
+    assert "--seed: " in chat(cluster, "one", flags=("--seed", str(2**64))).err
+    assert "--system is not valid UTF-8" in chat(cluster, "one", flags=("--system", "\udcff")).err
+    cluster.model.has_chat_template = False
+    run = chat(cluster, "one")
+    assert run.code == 1
+    assert "`pdserve generate`" in run.err
+    assert not cluster.requests
+
+
+def test_the_key_goes_with_every_call(cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "k")
+    assert chat(cluster, "one").code == 0
+    assert cluster.keys == ["Bearer k"] * 2
+
+
+# -- at a terminal --------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """The command at a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.seen = ""
+        self._read = 0
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "cluster", *arguments],
+            stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY, start_new_session=True,
+            env={**os.environ, "TERM": "dumb"},
+        )  # fmt: skip
+        os.close(theirs)
+
+    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+        """Until it is shown, after what was waited for before."""
+        deadline = time.monotonic() + timeout_s
+        while (at := self.seen.find(text, self._read)) < 0:
+            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.seen}"
+            if select.select([self._ours], [], [], 1.0)[0]:
+                try:
+                    self.seen += os.read(self._ours, 4096).decode()
+                except OSError:  # the other side has closed it
+                    raise AssertionError(f"ended without {text!r}:\n{self.seen}") from None
+        self._read = at + len(text)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(cluster: ScriptedCluster) -> Iterator[Terminal]:
+    shown = Terminal("chat", "--address", cluster.address)
+    yield shown
+    shown.close()
+
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(cluster: ScriptedCluster, terminal: Terminal) -> None:
+    cluster.endless, cluster.answers["on"] = "on", [Event(text="and on")]
+    terminal.wait_for("tiny at 127.0.0.1:")
+    terminal.wait_for("> ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("Ctrl-D ends")
+    terminal.wait_for("> ")
+    terminal.type("on\n")
+    terminal.wait_for("and on")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("stopped")
+    assert cluster.left.wait(10), "the request is cancelled"
+    terminal.wait_for("> ")
+    cluster.error = (grpc.StatusCode.UNAVAILABLE, "no worker")
+    terminal.type("two\n")
+    terminal.wait_for("no worker")
+    terminal.wait_for("> ")
+    cluster.error = None
+    terminal.type("a \\\n")
+    terminal.wait_for(". ")
+    terminal.type("b\n")
+    terminal.wait_for("Because so.")
+    kept = [("user", "on"), ("assistant", "and on")]
+    assert messages(cluster.requests[-1]) == [*kept, ("user", "a \nb")], "what failed is not part of it"
+    terminal.wait_for("cut off there")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
