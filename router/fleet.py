@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,21 +27,37 @@ GUESS = StepTime(base_ms=1.0, token_ms=1.0)
 Column = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 
-_COLUMNS = 17
+COLUMNS = (
+    "block_size",
+    "capacity_tokens",
+    "free_blocks",
+    "requests",
+    "queued_prefill_tokens",
+    "max_num_batched_tokens",
+    "prompt_limit",
+    "room_tokens",
+    "room_if_given_way",
+    "decisions",
+    "draws",
+    "queued_ms",
+    "prompt_base_ms",
+    "prompt_token_ms",
+    "prompt_attended_ms",
+    "stream_ms",
+    "stream_attended_ms",
+)
+"""Of the table, in their order: see `Fleet`."""
 
+_HEARD_AT, _SENT_TOKENS, _CONTEXT, _KNOWN, _REACHES, _BASE, _TOKEN, _ATTENDED = range(len(COLUMNS), len(COLUMNS) + 8)
+"""Columns behind them, of which settling makes others anew: when the last report was heard, prompt tokens sent and
+not known to be computed, tokens in the cache; whether steps were measured, also as large as those of prompts; and the
+worker's own step-time model, drift included."""
+_ALL = len(COLUMNS) + 8
 
-@dataclass(frozen=True, slots=True)
-class _Common:
-    """What the workers have in common.
+_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 
-    Attributes:
-        stream: the usual step. prompt: the usual step of those that have measured steps as large as those of prompts;
-            None if nobody has. queued: prompt tokens queued at a worker, by role.
-    """
-
-    stream: StepTime = GUESS
-    prompt: StepTime | None = None
-    queued: Mapping[Role, float] | None = None
+Step = tuple[float, float, float]
+"""What a step takes, and each token of it, and each token attended to, in milliseconds."""
 
 
 class Fleet:
@@ -91,8 +105,13 @@ class Fleet:
     def __init__(self) -> None:
         self.number_of: dict[str, int] = {}
         self._rows: list[WorkerSnapshot | None] = []
-        self._heard_at: list[float] = []
-        self._common = _Common()
+        self._draws: list[int] = []
+        self._roles = dict.fromkeys(_ROLES, 0)
+        # What the workers have in common: the usual step, that of those that have measured steps as large as those of
+        # prompts (None if nobody has), and the prompt tokens queued at a worker, by role.
+        self._stream = _scaled(GUESS)
+        self._prompt: Step | None = None
+        self._queued: dict[Role, float] = {}
         self._settled_at = float("-inf")
         self._resize(0)
 
@@ -117,7 +136,23 @@ class Fleet:
     @property
     def measured(self) -> bool:
         """Some worker has measured steps as large as those of prompts are."""
-        return self._common.prompt is not None
+        return self._prompt is not None
+
+    @property
+    def prefillers(self) -> int:
+        """How many prefill workers there are."""
+        return self._roles[Role.PREFILL]
+
+    @property
+    def decoders(self) -> int:
+        """How many workers there are that should decode."""
+        return len(self.number_of) - self._roles[Role.PREFILL]
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the columns, float64 in the order of `COLUMNS`, and of the masks, uint8: prefill, decode, aggregated.
+        For native code; good until a row is put."""
+        return self._addresses
 
     @property
     def rows(self) -> list[WorkerSnapshot]:
@@ -158,41 +193,63 @@ class Fleet:
         """The worker has that number, or something of it has changed."""
         self.reserve(number + 1)
         before, self._rows[number] = self._rows[number], worker
-        self._heard_at[number] = now - worker.age_s
-        self._write(number, worker, now)
-        if before is None or before.role is not worker.role:
+        if before is None or before.role is not worker.role or before.worker_id != worker.worker_id:
+            self._leave(number, before)
             self.number_of[worker.worker_id] = number
-            self._mask(number, worker.role)
+            self._roles[worker.role] += 1
+            self._masks[:, number] = [worker.role is role for role in _ROLES]
+            self._draws[number] = zlib.crc32(worker.worker_id.encode())
             self._settled_at = float("-inf")
+        self._write(number, worker, now)
 
     def remove(self, worker_id: str) -> None:
         """The worker is gone, or takes nothing new. Idempotent."""
-        number = self.number_of.pop(worker_id, None)
+        number = self.number_of.get(worker_id)
         if number is not None:
+            self._leave(number, self._rows[number])
             self._rows[number] = None
             self._table[:, number] = 1.0  # nothing is divided by 0
-            self._mask(number, None)
+            self._masks[:, number] = False
+
+    def _leave(self, number: int, worker: WorkerSnapshot | None) -> None:
+        if worker is not None:
+            del self.number_of[worker.worker_id]
+            self._roles[worker.role] -= 1
 
     def settle(self, now: float) -> None:
         """Make true for `now` what depends on it, or on several rows: to be called before a choice."""
         if now - self._settled_at < REFRESH_S:
             return
-        new = self._settled_at == float("-inf")
         self._settled_at = now
-        workers = [worker for worker in self._rows if worker is not None]
-        known = [worker.load.step_time for worker in workers if worker.load.step_time.known]
-        reaching = [worker.load.step_time for worker in workers if _reaches(worker)]
-        queued: dict[Role, list[int]] = {}
-        for worker in workers:
-            queued.setdefault(worker.role, []).append(worker.queued_prefill_tokens)
-        self._common = _Common(
-            _mean(known) if known else GUESS,
-            _mean(reaching) if reaching else None,
-            {role: fmean(tokens) for role, tokens in queued.items()},
+        table, there = self._table, self._masks.any(axis=0)
+        models = table[_BASE:]
+        known, reaches = there & (table[_KNOWN] > 0), there & (table[_REACHES] > 0)
+        self._stream = _means(models[:, known]) or _scaled(GUESS)
+        self._prompt = _means(models[:, reaches])
+        usual = np.zeros(len(self))
+        for role, mask in zip(_ROLES, self._masks, strict=True):
+            if self._roles[role]:
+                self._queued[role] = math.fsum(self.queued_prefill_tokens[mask].tolist()) / self._roles[role]
+                usual[mask] = self._queued[role]
+        # The same as `_write` makes of a row.
+        own = np.where(known, models, np.array(self._stream)[:, None])
+        base, token, attended = own
+        least = np.array(self._prompt or self._stream)[:, None]
+        prompt = np.where(reaches, own, np.maximum(own, least))
+        belief = 0.5 ** ((now - table[_HEARD_AT]) / STALE_S)
+        waits = np.maximum(table[_SENT_TOKENS], belief * self.queued_prefill_tokens + (1 - belief) * usual)
+        queued_ms = prompt[0] * np.ceil(waits / self.max_num_batched_tokens) + prompt[1] * waits
+        stream_ms = base + token * (self.requests + 1) + attended * table[_CONTEXT]
+        made = (
+            (self.queued_ms, queued_ms),
+            (self.prompt_base_ms, prompt[0]),
+            (self.prompt_token_ms, prompt[1]),
+            (self.prompt_attended_ms, prompt[2]),
+            (self.stream_ms, stream_ms),
+            (self.stream_attended_ms, attended),
         )
-        for number, row in enumerate(self._rows):
-            if row is not None and (new or now - self._heard_at[number] >= REFRESH_S or not _reaches(row)):
-                self._write(number, row, now)
+        for column, values in made:
+            np.copyto(column, values, where=there)
 
     def computing_ms(self, tokens: Column | float, attended: Column | float) -> Column:
         """How long each worker would compute so many prompt tokens, which attend to so many."""
@@ -202,95 +259,108 @@ class Fleet:
         )
 
     def _write(self, number: int, worker: WorkerSnapshot, now: float) -> None:
-        load, mine, common = worker.load, worker.mine, self._common
+        load, sent = worker.load, worker.mine.prefill_tokens
         requests, free_blocks, block_size = worker.requests, worker.free_blocks, worker.block_size
         batch, queued = worker.max_num_batched_tokens, worker.queued_prefill_tokens
-        stream = load.step_time if load.step_time.known else common.stream
-        base, token, attended = _scaled(stream)
+        model = load.step_time
+        known = model.known
+        reaches = known and model.reach >= batch
+        own = _scaled(model)
+        base, token, attended = stream = own if known else self._stream
         context = (load.total_blocks - free_blocks) * block_size
-        stream_ms = base + token * (requests + 1) + attended * context
-        prompt = base, token, attended
-        if not _reaches(worker):
+        prompt_base, prompt_token, prompt_attended = stream
+        if not reaches:
             # A decode worker has seen small steps only, which say little of large ones.
-            least = _scaled(common.prompt or common.stream)
-            prompt = max(base, least[0]), max(token, least[1]), max(attended, least[2])
-        belief = 0.5 ** ((now - self._heard_at[number]) / STALE_S)
-        usual = common.queued.get(worker.role, 0.0) if common.queued is not None else queued
+            least = self._prompt or self._stream
+            prompt_base = max(base, least[0])
+            prompt_token = max(token, least[1])
+            prompt_attended = max(attended, least[2])
+        belief = 0.5 ** (worker.age_s / STALE_S)
+        usual = self._queued.get(worker.role, queued)
         # What this router has sent there itself is no rumour.
-        waits = max(mine.prefill_tokens, belief * queued + (1 - belief) * usual)
-        self._table[:, number] = (
+        waits = max(sent, belief * queued + (1 - belief) * usual)
+        values = (
             block_size,
-            worker.capacity_tokens,
+            load.total_blocks * block_size,
             free_blocks,
             requests,
             queued,
             batch,
-            prompt_limit(worker),
-            room_tokens(worker, 0, 0),
-            room_tokens(worker, load.yielding_requests, load.yielding_blocks),
+            _prompt_limit(queued, worker.max_queued_prefill_tokens, worker.mine.longest_prefill),
+            _room(requests, requests, worker.max_requests, free_blocks, block_size),
+            _room(
+                requests,
+                requests - load.yielding_requests,
+                worker.max_requests,
+                free_blocks + load.yielding_blocks,
+                block_size,
+            ),
             worker.decisions,
-            zlib.crc32(worker.worker_id.encode()),
-            prompt[0] * -(-waits // batch) + prompt[1] * waits,
-            *prompt,
-            stream_ms,
+            self._draws[number],
+            prompt_base * -(-waits // batch) + prompt_token * waits,
+            prompt_base,
+            prompt_token,
+            prompt_attended,
+            base + token * (requests + 1) + attended * context,
             attended,
+            now - worker.age_s,
+            sent,
+            context,
+            known,
+            reaches,
+            *own,
         )
+        self._cells[number :: len(self._rows)] = values
 
     def _resize(self, size: int) -> None:
         more = size - len(self)
-        table, masks = np.ones((_COLUMNS, size)), np.zeros((3, size), np.bool_)
+        table, masks = np.ones((_ALL, size)), np.zeros((3, size), np.bool_)
         if len(self):
             table[:, : len(self)], masks[:, : len(self)] = self._table, self._masks
         self._table, self._masks = table, masks
+        self._cells = table.reshape(-1)
+        self._addresses = table.ctypes.data, masks.ctypes.data
         self._rows += [None] * more
-        self._heard_at += [0.0] * more
-        (
-            self.block_size,
-            self.capacity_tokens,
-            self.free_blocks,
-            self.requests,
-            self.queued_prefill_tokens,
-            self.max_num_batched_tokens,
-            self.prompt_limit,
-            self.room_tokens,
-            self.room_if_given_way,
-            self.decisions,
-            self.draws,
-            self.queued_ms,
-            self.prompt_base_ms,
-            self.prompt_token_ms,
-            self.prompt_attended_ms,
-            self.stream_ms,
-            self.stream_attended_ms,
-        ) = table
+        self._draws += [0] * more
+        for name, column in zip(COLUMNS, table, strict=False):
+            setattr(self, name, column)
         self.prefill, self.decode, self.aggregated = masks
-
-    def _mask(self, number: int, role: Role | None) -> None:
-        self._masks[:, number] = [role is Role.PREFILL, role is Role.DECODE, role is Role.AGGREGATED]
 
 
 def prompt_limit(worker: WorkerSnapshot) -> float:
     """See `Fleet`."""
-    queued, allowed = worker.queued_prefill_tokens, worker.max_queued_prefill_tokens
-    return math.inf if queued <= allowed else min(worker.mine.longest_prefill, queued) - (queued - allowed)
+    return _prompt_limit(worker.queued_prefill_tokens, worker.max_queued_prefill_tokens, worker.mine.longest_prefill)
+
+
+def _prompt_limit(queued: int, allowed: int, longest: int) -> float:
+    return math.inf if queued <= allowed else min(longest, queued) - (queued - allowed)
 
 
 def room_tokens(worker: WorkerSnapshot, requests: int, blocks: int) -> float:
     """See `Fleet`; so many requests give way, and so many blocks."""
-    if worker.requests - requests >= worker.max_requests:
+    return _room(
+        worker.requests,
+        worker.requests - requests,
+        worker.max_requests,
+        worker.free_blocks + blocks,
+        worker.block_size,
+    )
+
+
+def _room(requests: int, staying: int, places: int, blocks: int, block_size: int) -> float:
+    if staying >= places:
         return -math.inf
-    return math.inf if worker.requests == 0 else (worker.free_blocks + blocks) * worker.block_size
+    return math.inf if requests == 0 else blocks * block_size
 
 
-def _reaches(worker: WorkerSnapshot) -> bool:
-    model = worker.load.step_time
-    return model.known and model.reach >= worker.max_num_batched_tokens
-
-
-def _scaled(model: StepTime) -> tuple[float, float, float]:
+def _scaled(model: StepTime) -> Step:
     return model.base_ms * model.drift, model.token_ms * model.drift, model.attended_ms * model.drift
 
 
-def _mean(models: Sequence[StepTime]) -> StepTime:
-    base, token, attended = (fmean(values) for values in zip(*map(_scaled, models), strict=True))
-    return StepTime(base_ms=base, token_ms=token, attended_ms=attended)
+def _means(models: Column) -> Step | None:
+    """Of each row of [3, models], whatever their order; None of no models."""
+    count = models.shape[1]
+    if not count:
+        return None
+    base, token, attended = (math.fsum(row) / count for row in models.tolist())
+    return base, token, attended

@@ -40,14 +40,23 @@ class Links:
             if number < len(row):
                 row[number] = math.nan
 
+    @property
+    def usual(self) -> float:
+        """Of pairs that have exchanged nothing yet; 0 if nothing is known at all."""
+        return 0.0 if math.isnan(self._mean) else self._mean
+
+    def of(self, prefill: int) -> Column | None:
+        """From this worker to each, by number, nan for those that it has sent nothing; not to be changed. None if it
+        has sent nothing to anybody."""
+        return self._from.get(prefill)
+
     def token_ms(self, prefill: int | None, size: int) -> Column | float:
         """From this worker, or from any, to each of so many; a number if it is the same for all, 0 if nothing is
         known."""
-        usual = 0.0 if math.isnan(self._mean) else self._mean
-        row = self._from.get(prefill) if prefill is not None else None
+        row = self.of(prefill) if prefill is not None else None
         if row is None:
-            return usual
-        column = np.full(size, usual)
+            return self.usual
+        column = np.full(size, self.usual)
         known = row[:size]
         np.copyto(column[: len(known)], known, where=~np.isnan(known))
         return column

@@ -5,7 +5,8 @@ A request runs in one of two modes::
     disaggregated   prefill worker P computes the prompt and ships its KV to decode worker D
     local           one worker does both: an aggregated or a decode worker, or a prefill worker if there is neither
 
-Here is which workers could take it, and in which mode; which of them is the best is `router.ranking`'s business.
+Here is in which mode it runs, and on which kinds of workers; who could take it is in `router.candidates`, and which
+of them is the best is `router.ranking`'s business.
 
 Where both pools serve, the mode is `router.disaggregate`'s: ``always``, or (``auto``) what costs less by prediction.
 Local saves the second worker's queue, the handover and the transfer; it costs the streams that run there, and where
@@ -14,15 +15,16 @@ its longest step would be longer than their inter-token objective, it is out of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from typing import Protocol
 
-import numpy as np
-
-from router.fleet import Column, Fleet, Mask
+from router.candidates import Candidates, Is
+from router.fleet import Column, Fleet
 from router.links import Links
-from router.ranking import Best, Ranking, Wanted
+from router.native.candidates import native_candidates
+from router.ranking import Best, Wanted
 
 
 class Mode(StrEnum):
@@ -99,83 +101,83 @@ class NoRoute:
     reason: str
 
 
-def choose(request: RouteRequest, fleet: Fleet) -> Route | NoRoute:
+class Seen(Protocol):
+    """The workers as a request sees them: `router.candidates.Candidates`, or the same in C."""
+
+    def any(self, kind: int) -> bool: ...
+    def prefill(self, kinds: int) -> Best | None: ...
+    def decode(self, kinds: int, first: Best | None) -> Best | None: ...
+    def whole(self, kinds: int) -> Best | None: ...
+
+
+def look(request: RouteRequest, fleet: Fleet) -> Seen:
+    """At the workers, by the fastest means."""
+    return native_candidates(request, fleet) or Candidates(request, fleet)
+
+
+def choose(
+    request: RouteRequest, fleet: Fleet, look: Callable[[RouteRequest, Fleet], Seen] = look
+) -> Route | NoRoute:
     """Choose the best workers that can start `request` now; the fleet must be settled."""
-    return _Choice(request, fleet).choose()
+    return _Choice(request, fleet, look(request, fleet)).choose()
 
 
 class _Choice:
-    """One choice, and what is computed of all workers for it."""
+    """One choice."""
 
-    def __init__(self, request: RouteRequest, fleet: Fleet) -> None:
+    def __init__(self, request: RouteRequest, fleet: Fleet, seen: Seen) -> None:
         self._request = request
         self._fleet = fleet
-        self._ranking = Ranking(request.policy, request.wanted, fleet)
+        self._seen = seen
 
     def choose(self) -> Route | NoRoute:
-        request, fleet = self._request, self._fleet
-        excluded = fleet.mask_of(request.exclude) if request.exclude else None
-        prefill_pool, decode_pool, aggregated = fleet.prefill, fleet.decode, fleet.aggregated
-        if excluded is not None:
-            prefill_pool, decode_pool, aggregated = (
-                pool & ~excluded for pool in (prefill_pool, decode_pool, aggregated)
-            )
-        # A worker whose whole cache is too small would refuse the request for good.
-        holds = fleet.capacity_tokens >= request.total_tokens
-        prefill = prefill_pool & (fleet.capacity_tokens > request.prompt_tokens)
-        decode, aggregated = decode_pool & holds, aggregated & holds
-        runs_whole = decode | aggregated
-        decoders = bool(fleet.decode.any() or fleet.aggregated.any())
-        if not decoders:
-            # Nobody who should decode serves. Prefill workers can as well, and then they do.
-            runs_whole = prefill_pool & holds
+        request, seen, fleet = self._request, self._seen, self._fleet
         if request.rebuild:
-            return self._local(runs_whole, "rebuild")
+            return self._local(Is.WHOLE, "rebuild")
         # Tokens are delivered: their KV is gone, and the worker that goes on computes prompt and tokens again itself.
         if request.resumes:
-            return self._local(runs_whole, "replay")
+            return self._local(Is.WHOLE, "replay")
         if request.local_only:
-            return self._local(runs_whole, "kv_reservation_too_large")
-        if not decoders:
-            return self._local(runs_whole, "decode_pool_empty")
-        serves = bool(prefill.any())
-        if serves and decode.any():
+            return self._local(Is.WHOLE, "kv_reservation_too_large")
+        if not fleet.decoders:
+            return self._local(Is.WHOLE, "decode_pool_empty")
+        serves, decode, aggregated = seen.any(Is.PREFILLS), Is.DECODES, seen.any(Is.AGGREGATED)
+        if serves and seen.any(decode):
             # Samples of a request that runs as a whole wait for blocks one by one; a ticket has them all or none.
             if request.samples > 1:
-                decode = decode & (self._ticket_tokens <= fleet.capacity_tokens)
-                if not decode.any():
-                    return self._local(runs_whole, "kv_reservation_too_large")
-            return self._pools(prefill, decode, aggregated, runs_whole)
-        if prefill_pool.any() and not serves:
-            return self._local(aggregated if aggregated.any() else decode, "prompt_too_large_for_prefill_pool")
-        if not aggregated.any():
+                decode = Is.DECODES_SAMPLES
+                if not seen.any(decode):
+                    return self._local(Is.WHOLE, "kv_reservation_too_large")
+            return self._pools(decode)
+        if seen.any(Is.PREFILL_POOL) and not serves:
+            return self._local(Is.AGGREGATED if aggregated else decode, "prompt_too_large_for_prefill_pool")
+        if not aggregated:
             # Left out are those that have failed it, or have refused it a moment ago.
-            return self._local(decode, "prefill_pool_left_out" if fleet.prefill.any() else "prefill_pool_empty")
+            return self._local(decode, "prefill_pool_left_out" if fleet.prefillers else "prefill_pool_empty")
         if not serves:
-            return self._local(aggregated, "aggregated_pool")
-        reason = "request_too_large_for_decode_pool" if decode_pool.any() else "decode_pool_empty"
-        return self._local(aggregated, reason)
+            return self._local(Is.AGGREGATED, "aggregated_pool")
+        reason = "request_too_large_for_decode_pool" if seen.any(Is.DECODE_POOL) else "decode_pool_empty"
+        return self._local(Is.AGGREGATED, reason)
 
     # -- both pools serve ----------------------------------------------------------------------------------------
 
-    def _pools(self, prefill: Mask, decode: Mask, aggregated: Mask, runs_whole: Mask) -> Route | NoRoute:
-        request, ranking, fleet = self._request, self._ranking, self._fleet
-        first = ranking.prefill(prefill & self._can_prefill)
-        exposed_ms = self._exposed_ms(first)
-        second = ranking.decode(decode & (fleet.room_tokens >= self._ticket_tokens), exposed_ms)
+    def _pools(self, decode: int) -> Route | NoRoute:
+        request, seen = self._request, self._seen
+        first = seen.prefill(Is.PREFILLS | Is.CAN_PREFILL)
+        second = seen.decode(decode | Is.TAKES_TICKET, first)
         if second is None and request.interactive:
             # Batch requests give way to an interactive one, but where there is room nobody has to.
-            second = ranking.decode(decode & (fleet.room_if_given_way >= self._ticket_tokens), exposed_ms)
-        if request.disaggregate == "always" or not fleet.measured:
+            second = seen.decode(decode | Is.TAKES_TICKET_IF_GIVEN_WAY, first)
+        if request.disaggregate == "always" or not self._fleet.measured:
             here, why = None, "prefill_pool_serves"
         else:
-            here, why = self._here(runs_whole)
+            here, why = self._here()
         if first is None or second is None:
             # Both pools serve but one is full: a worker that does both, if there is one, takes what they cannot.
             if here is not None:
                 return self._route(here, None, "prefill_pool_full" if first is None else "decode_pool_full")
-            if aggregated.any():
-                return self._local(aggregated, "pools_full")
+            if seen.any(Is.AGGREGATED):
+                return self._local(Is.AGGREGATED, "pools_full")
             return NoRoute(busy=True, reason="prefill pool full" if first is None else "decode pool full")
         if here is not None:
             if here.cost_ms < first.cost_ms + request.handover_ms + second.cost_ms:
@@ -183,75 +185,40 @@ class _Choice:
             why = "cheaper_by_prediction"
         return self._route(second, first, why)
 
-    def _here(self, among: Mask) -> tuple[Best | None, str]:
+    def _here(self) -> tuple[Best | None, str]:
         """The worker that would run it as a whole, or why there is none."""
-        objective, fleet = self._request.itl_ms, self._fleet
-        if objective:
+        among = Is.WHOLE
+        if self._request.itl_ms:
             # What streams run there must not be made wait for longer than they may.
-            calm = (fleet.requests == 0) | (self._ranking.mixed_step_ms() <= objective)
-            if not (among & calm).any():
+            among = Is.WHOLE_CALMLY
+            if not self._seen.any(among):
                 return None, "streams_keep_their_pace"
-            among = among & calm
-        here = self._ranking.whole(among & self._runs_whole_now)
+        here = self._seen.whole(among | Is.RUNS_WHOLE_NOW)
         return here, "" if here is not None else "decode_pool_busy"
-
-    def _exposed_ms(self, first: Best | None) -> Column | float:
-        """What is left of the transfer to each worker when `first` has computed the prompt."""
-        if self._request.links is None or first is None:
-            return 0.0
-        token_ms = self._request.links.token_ms(first.number, len(self._fleet))
-        left = token_ms * self._ranking.lacking - self._ranking.computing_ms[first.number]
-        return max(left, 0.0) if isinstance(left, float) else np.maximum(left, 0.0)
 
     def _saving(self, here: Best, first: Best, second: Best) -> str:
         """What running it as a whole saves most of."""
-        request, computing, queued = self._request, self._ranking.computing_ms, self._fleet.queued_ms
-        exposed_ms = self._exposed_ms(first)
         savings = {
-            "prefill_pool_busy": queued[first.number] - queued[here.number],
-            "cached_there": computing[first.number] - computing[here.number],
-            "slow_link": exposed_ms if isinstance(exposed_ms, float) else exposed_ms[second.number],
-            "short_prompt": request.handover_ms,
+            "prefill_pool_busy": first.queued_ms - here.queued_ms,
+            "cached_there": first.computing_ms - here.computing_ms,
+            "slow_link": second.exposed_ms,
+            "short_prompt": self._request.handover_ms,
         }
         return max(savings, key=lambda reason: savings[reason])
 
     # -- one worker does both ------------------------------------------------------------------------------------
 
-    def _local(self, among: Mask, reason: str) -> Route | NoRoute:
-        if not among.any():
+    def _local(self, among: int, reason: str) -> Route | NoRoute:
+        if not self._seen.any(among):
             return NoRoute(busy=False, reason="no worker that holds the whole request")
-        best = self._ranking.whole(among & self._runs_whole_now)
+        best = self._seen.whole(among | Is.RUNS_WHOLE_NOW)
         if best is None:
             return NoRoute(busy=True, reason="no room on the workers that run both phases")
         return self._route(best, None, reason)
 
     def _route(self, decode: Best, prefill: Best | None, reason: str) -> Route:
         where = self._fleet.id_of(decode.number)
-        lacking = self._lacking(prefill or decode)
+        lacking = int((prefill or decode).lacking)
         if prefill is None:
             return Route(Mode.LOCAL, where, None, reason, self._request.rebuild, lacking)
         return Route(Mode.DISAGGREGATED, where, self._fleet.id_of(prefill.number), reason, lacking=lacking)
-
-    def _lacking(self, worker: Best) -> int:
-        lacking = self._ranking.lacking
-        return int(lacking if isinstance(lacking, float) else lacking[worker.number])
-
-    # -- who has room --------------------------------------------------------------------------------------------
-
-    @cached_property
-    def _can_prefill(self) -> Mask:
-        return np.asarray(self._fleet.prompt_limit >= self._ranking.lacking)
-
-    @cached_property
-    def _runs_whole_now(self) -> Mask:
-        """Able to compute the prompt, with room for it and a first new token."""
-        fleet, tokens = self._fleet, self._request.prompt_tokens + 1
-        # Batch requests give way to an interactive one.
-        room = fleet.room_if_given_way if self._request.interactive else fleet.room_tokens
-        return np.asarray(self._can_prefill & (room >= tokens))
-
-    @property
-    def _ticket_tokens(self) -> Column | int:
-        """What a ticket takes: the prompt and a first new token, and a block more for each other sample."""
-        tokens, others = self._request.prompt_tokens + 1, self._request.samples - 1
-        return tokens + others * self._fleet.block_size if others else tokens

@@ -12,7 +12,7 @@ from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
 from protos import worker_pb2
 from router.fleet import Column
 from router.prefix_index import IndexCounts, PrefixIndex
-from router.worker_sets import WorkerNumbers, WorkerSet, indices
+from router.worker_sets import WorkerNumbers, WorkerSet, spread
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +94,16 @@ class Prefixes:
     def cached(self, prompt: PromptNames) -> Column | None:
         """Tokens of the prompt's beginning that workers have or are about to have, by number; None if nobody has."""
         now = self._clock.now()
-        found: Column | None = None
+        sets: list[WorkerSet] = []
+        tokens: list[int] = []
         for naming, workers in self._groups.items():
             for group in self._index.match(prompt.by(naming), now, workers):
-                if found is None:
-                    found = np.zeros(len(self.numbers))
-                alone = not group.workers & (group.workers - 1)
-                found[group.workers.bit_length() - 1 if alone else indices(group.workers)] = group.blocks * naming[1]
+                sets.append(group.workers)
+                tokens.append(group.blocks * naming[1])
+        if not sets:
+            return None
+        found = np.zeros(len(self.numbers))
+        spread(found, sets, tokens)
         return found
 
     def expect(self, worker_id: str, prompt: PromptNames) -> None:

@@ -27,6 +27,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +37,11 @@ from router.fleet import Column, Fleet, Mask
 Rows = NDArray[np.intp]
 """Numbers of workers."""
 
-_SPREAD = 0x9E3779B97F4A7C15
+SPREAD = 0x9E3779B97F4A7C15
+"""Of a multiplicative hash (Knuth, TAOCP 3, 6.4)."""
 _WORD = (1 << 64) - 1
-_MOST = float(np.finfo(np.float64).max)
+MOST = float(np.finfo(np.float64).max)
+"""Costs above this are none."""
 
 USES_PREFIXES = frozenset({"cost", "prefix_affinity"})
 """Policies to which it matters what is cached where."""
@@ -73,12 +76,21 @@ class Wanted:
     draw: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """A choice: the worker's number, and its predicted cost in milliseconds."""
+class Best(NamedTuple):
+    """A choice: the worker's number, and its predicted cost in milliseconds.
+
+    Attributes:
+        lacking: tokens of the prompt that it has to compute, or to be sent. computing_ms: what computing them takes
+            there. queued_ms: until it has computed what it was given before.
+        exposed_ms: how much longer their transfer takes than computing the prompt elsewhere.
+    """
 
     number: int
     cost_ms: float
+    lacking: float = 0.0
+    computing_ms: float = 0.0
+    queued_ms: float = 0.0
+    exposed_ms: float = 0.0
 
 
 class Ranking:
@@ -154,7 +166,7 @@ class Ranking:
         if self._policy == "cost":
             costs = np.where(among, cost, np.inf)
             limit = (1 + ALIKE) * float(np.minimum.reduce(costs, initial=np.inf))
-            return self._first((costs <= min(limit, _MOST)).nonzero()[0], load, cost)
+            return self._first((costs <= min(limit, MOST)).nonzero()[0], load, cost)
         rows = among.nonzero()[0]
         match self._policy:
             case "prefix_affinity" if self._wanted.cached is not None:
@@ -178,7 +190,12 @@ class Ranking:
         return Best(number, float(cost[number]))
 
 
+def mixed_draw(draw: int) -> int:
+    """A draw as 64 bits that have to do with all of it."""
+    return draw * SPREAD & _WORD
+
+
 def _drawn(draws: Column, draw: int) -> int:
-    """Which of these it is; another one for another `draw`. A multiplicative hash (Knuth, TAOCP 3, 6.4)."""
-    mixed = (draws.astype(np.uint64) ^ np.uint64(draw * _SPREAD & _WORD)) * np.uint64(_SPREAD)
+    """Which of these it is; another one for another `draw`."""
+    mixed = (draws.astype(np.uint64) ^ np.uint64(mixed_draw(draw))) * np.uint64(SPREAD)
     return int(np.argmin(mixed))

@@ -14,6 +14,7 @@ from protos import admin_pb2, membership_pb2, worker_pb2
 from protos.convert import load_to_proto
 from router.breaker import BreakerPolicy, BreakerState
 from router.fleet import Fleet
+from router.native.library import routing_library
 from router.snapshot import InFlight, WorkerSnapshot
 from router.validation import Limits
 from router.worker_client import NO_LONGER_USED, RouterIdentity, SessionListener, SessionTiming, WorkerClient
@@ -123,6 +124,7 @@ class WorkerPool:
         self._exchanges: dict[str, asyncio.Task[None]] = {}
         self.numbers = WorkerNumbers()  # of those with a session
         self._fleet = Fleet()
+        routing_library()  # built now if need be, not while the first request waits
         self._changed: set[str] = set()  # whose rows in it are not true any more
         self._limits: Limits | None = None  # None if they are to be found again
 

@@ -1,0 +1,168 @@
+"""Workers chosen in C: the same as by numpy, at the same costs to the bit, and without a compiler all the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdcore.native_build import NativeUnavailable
+from pdcore.step_time import StepTime
+from pdcore.types import Role, WorkerLoad
+from router import worker_sets
+from router.candidates import Candidates, Is
+from router.fleet import Fleet
+from router.links import Links
+from router.native import library
+from router.native.candidates import NativeCandidates, native_candidates
+from router.native.library import routing_library
+from router.policy import RouteRequest, choose
+from router.snapshot import InFlight, WorkerSnapshot
+from router.worker_sets import indices, spread
+
+ROLES = [value for name, value in vars(Is).items() if name.isupper() and value <= Is.WHOLE_CALMLY]
+
+
+def some_fleet(rng: random.Random, count: int) -> Fleet:
+    """Workers of which many are alike, and some know nothing of their steps; some rows are free."""
+    fleet = Fleet()
+    for number in range(count):
+        load = WorkerLoad(
+            queued_prefill_tokens=rng.choice([0, 0, 300, 2000]),
+            running=rng.choice([0, 1, 5, 8]),
+            free_blocks=rng.choice([0, 20, 100, 100]),
+            total_blocks=rng.choice([30, 100, 100]),
+            yielding_requests=rng.choice([0, 1]),
+            yielding_blocks=rng.choice([0, 10]),
+            step_time=rng.choice(
+                [StepTime(), StepTime(10.0, 0.3, 1e-4, steps=9, largest=512), StepTime(12.3, 0.31, 2e-4, steps=9)]
+            ),
+        )
+        mine = InFlight(requests=rng.choice([0, 2]), prefill_tokens=rng.choice([0, 700]))
+        row = WorkerSnapshot(
+            f"w{number}",
+            rng.choice(list(Role)) if rng.random() < 0.7 else rng.choice([Role.PREFILL, Role.DECODE]),
+            load,
+            rng.choice([16, 16, 32]),
+            8,
+            1024,
+            mine,
+            decisions=rng.choice([0, 0, 3]),
+            max_num_batched_tokens=rng.choice([256, 512]),
+            age_s=rng.choice([0.0, 1.5]),
+        )
+        fleet.put(number, row, 0.0)
+    for number in range(count):
+        if rng.random() < 0.1:
+            fleet.remove(f"w{number}")
+    fleet.settle(0.0)
+    return fleet
+
+
+def some_request(rng: random.Random, count: int) -> RouteRequest:
+    tokens = rng.choice([1, 60, 300, 1000, 1600])
+    links = Links() if rng.random() < 0.7 else None
+    if links is not None:
+        for _ in range(rng.choice([0, count])):
+            links.seen(rng.randrange(count), rng.randrange(count), rng.choice([0.01, 0.5, 2.0]))
+    cached = np.array([rng.choice([0, 0, 16, 160, tokens]) for _ in range(count)], np.float64)
+    names = [f"w{number}" for number in range(count)]
+    return RouteRequest(
+        tokens,
+        tokens + rng.choice([1, 100, 500]),
+        samples=rng.choice([1, 1, 4]),
+        resumes=rng.random() < 0.1,
+        interactive=rng.random() < 0.5,
+        local_only=rng.random() < 0.1,
+        exclude=frozenset(rng.sample(names, rng.choice([0, 0, 1, count // 2]))),
+        avoid=frozenset(rng.sample(names, rng.choice([0, 0, 1, count - 1]))),
+        cached=np.minimum(cached, tokens) if rng.random() < 0.7 else None,
+        draw=rng.randrange(1 << 40),
+        links=links,
+        disaggregate=rng.choice(["always", "auto", "auto"]),
+        handover_ms=rng.choice([0.0, 20.0]),
+        itl_ms=rng.choice([0.0, 15.0, 100.0]),
+    )
+
+
+def in_c(request: RouteRequest, fleet: Fleet) -> NativeCandidates:
+    found = native_candidates(request, fleet)
+    assert found is not None, "there is a C compiler where tests run"
+    return found
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 3, 7, 8, 30, 130]))
+def test_both_see_the_same_workers_and_choose_the_same_one_at_the_same_cost(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    fleet, request = some_fleet(rng, count), some_request(rng, count)
+    plain, native = Candidates(request, fleet), in_c(request, fleet)
+    assert [native.any(kind) for kind in ROLES] == [plain.any(kind) for kind in ROLES]
+    first = plain.prefill(Is.PREFILLS | Is.CAN_PREFILL)
+    assert native.prefill(Is.PREFILLS | Is.CAN_PREFILL) == first
+    for who in (Is.DECODES | Is.TAKES_TICKET, Is.DECODES_SAMPLES | Is.TAKES_TICKET_IF_GIVEN_WAY):
+        for computes in (first, None):
+            assert native.decode(who, computes) == plain.decode(who, computes)
+    for who in (Is.WHOLE, Is.WHOLE_CALMLY | Is.RUNS_WHOLE_NOW, Is.AGGREGATED | Is.RUNS_WHOLE_NOW):
+        assert native.whole(who) == plain.whole(who)
+    assert choose(request, fleet, in_c) == choose(request, fleet, Candidates)
+
+
+def test_other_policies_are_numpy_alone() -> None:
+    fleet = some_fleet(random.Random(1), 5)
+    assert native_candidates(RouteRequest(9, 9, policy="least_loaded"), fleet) is None
+
+
+def test_columns_that_do_not_fit_are_refused_and_others_read_right() -> None:
+    rng = random.Random(2)
+    fleet = some_fleet(rng, 20)
+    with pytest.raises(ValueError, match="shape"):
+        native_candidates(RouteRequest(900, 950, cached=np.zeros(19)), fleet)
+    cached = np.zeros(40, np.float32)[::2]
+    cached[7:] = 160
+    plain = cached.astype(np.float64)
+    frozen = plain.copy()
+    frozen.setflags(write=False)
+    for column in (cached, frozen):
+        asked = RouteRequest(900, 950, cached=column)
+        assert choose(asked, fleet) == choose(replace(asked, cached=plain), fleet, Candidates)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sets(st.integers(0, 300), min_size=1), max_size=12), st.booleans())
+def test_sets_are_spread_over_a_column(drawn: list[set[int]], native: bool) -> None:
+    seen: set[int] = set()
+    sets = []
+    for numbers in drawn:
+        fresh, seen = numbers - seen, seen | numbers
+        sets.append(sum(1 << number for number in fresh))
+    column, expected = np.zeros(280), np.zeros(301)
+    for value, workers in enumerate(sets, 1):
+        expected[indices(workers)] = value
+    with pytest.MonkeyPatch.context() as patch:
+        if not native:
+            patch.setattr(worker_sets, "routing_library", lambda: None)
+        spread(column, sets, [float(value) for value in range(1, len(sets) + 1)])
+    assert column.tolist() == expected[:280].tolist()
+
+
+def test_without_a_compiler_numpy_chooses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    rng = random.Random(3)
+    fleet, request = some_fleet(rng, 30), some_request(rng, 30)
+    chosen = choose(request, fleet)
+
+    def none(*_: Any) -> None:
+        raise NativeUnavailable("no C compiler")
+
+    monkeypatch.setattr(library, "open_library", none)
+    routing_library.cache_clear()
+    try:
+        assert choose(request, fleet) == chosen
+        assert "no C compiler" in caplog.text
+    finally:
+        routing_library.cache_clear()
