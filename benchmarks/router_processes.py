@@ -206,6 +206,7 @@ def router_child(model_path: Path, membership: str, **options: object) -> Child:
         "served_name": SERVED_NAME,
         "controller": membership,
         "grpc_port": 0,
+        "http_port": -1,
         "max_queue": 100_000,
         "max_running_per_worker": 100_000,
         "max_queued_prefill_tokens": 1 << 30,

@@ -34,7 +34,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def start(dtype: str, model: str) -> tuple[subprocess.Popen[str], str, float]:
     """Start a cluster; returns its process, the router's address and the seconds until it was ready."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "cluster", "serve", "--grpc-port", "0", "--dtype", dtype, "--model", model]
+    command = [sys.executable, "-m", "cluster", "serve", "--grpc-port", "0", "--http-port", "-1"]
+    command += ["--dtype", dtype, "--model", model]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:

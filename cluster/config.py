@@ -194,7 +194,8 @@ class ClusterConfig(Section):
             served_name=self.served_name or served_name,
             controller=controller,
             host=section.host,
-            grpc_port=section.grpc_port + (index or 0) if section.grpc_port else 0,
+            grpc_port=_port_of(section.grpc_port, index),
+            http_port=_port_of(section.http_port, index),
             max_queue=section.max_queue,
             token_window=section.token_window,
             max_queued_prefill_tokens=section.max_queued_prefill_tokens,
@@ -256,16 +257,24 @@ class ClusterConfig(Section):
                 raise ConfigError(key, codec, f"{', '.join(fitting)} while the prefill pool's dtype is {source}")
         if self.dead_after_s < 2 * self.heartbeat_s:
             raise ConfigError("dead_after_s", self.dead_after_s, f"at least twice heartbeat_s ({self.heartbeat_s})")
-        last_port = self.router.grpc_port + self.router.replicas - 1
-        if last_port > 65535:
-            allowed = f"at most {65536 - self.router.replicas} with {self.router.replicas} routers"
-            raise ConfigError("router.grpc_port", self.router.grpc_port, allowed)
+        self._check_ports()
         plan = CorePlan(0, (), ())
         for role in Role:
             self._worker_config(
                 f"{role}-0", role, plan=plan, num_blocks=1, model_path="", served_name="", controller="", host=""
             )
         self.router_config(model_path=Path(), served_name="", controller="")
+
+    def _check_ports(self) -> None:
+        count = self.router.replicas
+        ports = {"router.grpc_port": self.router.grpc_port, "router.http_port": self.router.http_port}
+        for key, port in ports.items():
+            if port + count - 1 > 65535:
+                raise ConfigError(key, port, f"at most {65536 - count} with {count} routers")
+        grpc_port, http_port = ports.values()
+        if grpc_port > 0 and http_port > 0 and abs(grpc_port - http_port) < count:
+            allowed = f"a port at least {count} away from router.grpc_port ({grpc_port}), 0 or -1"
+            raise ConfigError("router.http_port", http_port, allowed)
 
     def _worker_config(
         self,
@@ -392,3 +401,8 @@ def _as_mapping(value: Any) -> Mapping[str, Any] | None:
     if isinstance(value, Section):
         return value.model_dump(exclude_unset=True)
     return value if isinstance(value, dict) else None
+
+
+def _port_of(first: int, index: int | None) -> int:
+    """The port of router `index`, of which the first has `first`; 0 and -1 mean the same for all."""
+    return first + (index or 0) if first > 0 else first

@@ -320,12 +320,19 @@ class RouterSection(Section):
     grpc_port: int = Field(
         default=50051, ge=0, le=65535, description="public gRPC port of the first router; 0 picks a free one for each"
     )
+    http_port: int = Field(
+        default=8000,
+        ge=-1,
+        le=65535,
+        description="public port of the first router's HTTP interface, for OpenAI's clients; 0 picks a free one for "
+        "each; -1: none",
+    )
     replicas: int = Field(
         default=1,
         ge=1,
         le=64,
-        description="routers that serve the cluster, on grpc_port and the ports after it; several run in processes "
-        "of their own and are started again when they die; limits and fairness hold within each of them",
+        description="routers that serve the cluster, on grpc_port, http_port and the ports after them; several run "
+        "in processes of their own and are started again when they die; limits and fairness hold within each of them",
     )
     policy: Literal["cost", "least_loaded", "power_of_two", "prefix_affinity", "round_robin"] = Field(
         default="cost",
@@ -390,7 +397,7 @@ class RouterSection(Section):
         description="seconds that requests wait while no worker could take them, as during a restart",
     )
     max_message_bytes: Annotated[ByteSize, Field(ge=65536)] = Field(
-        default=ByteSize(16 << 20), description="gRPC message limit, both ways"
+        default=ByteSize(16 << 20), description="gRPC message limit, both ways, and limit of HTTP bodies"
     )
     claim_ttl_s: PositiveFloat | None = Field(
         default=None,

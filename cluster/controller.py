@@ -58,6 +58,7 @@ class ClusterController:
     ) -> None:
         self.config = config
         self.addresses: Sequence[str] = ()  # of the routers
+        self.http_addresses: Sequence[str] = ()  # of those that have HTTP
         self.served_name = ""
         self._report = report
         self._log_to_driver = log_to_driver
@@ -75,8 +76,9 @@ class ClusterController:
             PdserveError: something cannot be started within its bound; says what and why.
         """
         config = self.config
-        for index in range(config.router.replicas if config.router.grpc_port else 0):
-            _check_port(config.router.host, config.router.grpc_port + index)
+        for flag, first in (("grpc", config.router.grpc_port), ("http", config.router.http_port)):
+            for index in range(config.router.replicas if first > 0 else 0):
+                _check_port(config.router.host, first + index, flag)
         address = ray_address(config)
         if address == "local":
             _check_file("transfer.calibration", config.transfer.calibration)
@@ -109,6 +111,7 @@ class ClusterController:
         self._routers = self._make_routers(path, name, self._membership)
         await self._routers.start()
         self.addresses = self._routers.addresses
+        self.http_addresses = self._routers.http_addresses
         for address in self.addresses:
             await self._wait_connected(address, len(configs))
 
@@ -248,14 +251,15 @@ async def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str
         raise
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, kind: str) -> None:
     """Find out now, not when the workers have loaded their model, whether the router can listen there.
+
+    Args:
+        kind: grpc or http.
 
     Raises:
         ConfigError: it cannot; says why.
     """
-    if port == 0:
-        return
     try:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -263,9 +267,9 @@ def _check_port(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise ConfigError(
-            "router.grpc_port",
+            f"router.{kind}_port",
             f"{host}:{port}",
-            f"an address that is free ({error.strerror or error}); --grpc-port takes another port, 0 finds one",
+            f"an address that is free ({error.strerror or error}); --{kind}-port takes another port, 0 finds one",
         ) from error
 
 

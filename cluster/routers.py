@@ -37,6 +37,11 @@ class Routers(Protocol):
         """``host:port`` of each, once they have been started. Restarts keep them."""
         ...
 
+    @property
+    def http_addresses(self) -> Sequence[str]:
+        """The same of their HTTP interfaces; empty if they have none."""
+        ...
+
     async def start(self) -> None:
         """Raises PdserveError if one cannot start."""
         ...
@@ -60,6 +65,10 @@ class HostedRouter:
     def addresses(self) -> Sequence[str]:
         return [self._router.address]
 
+    @property
+    def http_addresses(self) -> Sequence[str]:
+        return [self._router.http_address] if self._router.http_address else []
+
     async def start(self) -> None:
         await self._router.start()
 
@@ -77,6 +86,7 @@ class RouterInfo:
     address: str
     incarnation: str
     pid: int
+    http_address: str
 
 
 class RouterProcess:
@@ -92,7 +102,7 @@ class RouterProcess:
         return self.config.router_id
 
     async def start(self) -> RouterInfo:
-        """Start it, on the port that it had before, and wait until it listens.
+        """Start it, on the ports that it had before, and wait until it listens.
 
         Raises:
             PdserveError: it does not within its bound, or ends; its own words are on standard error.
@@ -121,8 +131,10 @@ class RouterProcess:
             await self.stop()
             raise PdserveError(f"{self.router_id} cannot start; it said why on standard error")
         self.info = RouterInfo(**json.loads(line.removeprefix(_READY)))
-        port = int(self.info.address.rpartition(":")[2])
-        self.config = replace(self.config, grpc_port=port)  # clients know it by this one
+        # Clients know it by these.
+        self.config = replace(self.config, grpc_port=_port_in(self.info.address))
+        if self.info.http_address:
+            self.config = replace(self.config, http_port=_port_in(self.info.http_address))
         return self.info
 
     async def watch(self) -> int:
@@ -161,6 +173,10 @@ class RouterProcess:
             await process.wait()
 
 
+def _port_in(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
 class RouterProcesses:
     """Several routers, each in a process of its own.
 
@@ -194,6 +210,11 @@ class RouterProcesses:
     @property
     def addresses(self) -> Sequence[str]:
         return [router.info.address for router in self._routers if router.info is not None]
+
+    @property
+    def http_addresses(self) -> Sequence[str]:
+        infos = [router.info for router in self._routers if router.info is not None]
+        return [info.http_address for info in infos if info.http_address]
 
     async def start(self) -> None:
         infos = await asyncio.gather(*(router.start() for router in self._routers))

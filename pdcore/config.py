@@ -377,6 +377,7 @@ class RouterConfig:
         model_path: folder with tokenizer, config and generation config of the served model.
         served_name: the model's name for clients.
         host, grpc_port: public address; port 0 picks a free one.
+        http_port: of the HTTP interface on the same host; 0 picks a free one, -1 is none.
         controller: ``host:port`` of the membership service.
         max_queue: requests of a class waiting for a worker at most, unless the class says otherwise; more are shed.
         classes: what is promised to each class. tenants: what each may ask of this router.
@@ -392,7 +393,7 @@ class RouterConfig:
         worker_wait_s: seconds that requests wait while there is no worker that could take them; a restart takes as
             long as loading the model.
         heartbeat_s, dead_after_s: as for workers.
-        max_message_bytes: gRPC message limit, both ways.
+        max_message_bytes: gRPC message limit, both ways; and of the body of an HTTP request.
         drain_timeout_s: seconds that running requests get after SIGTERM.
         kv_codec_by_class: codecs of the requests that ask for none.
         queue: in which order waiting requests are started. policy: which workers they are started on.
@@ -406,6 +407,7 @@ class RouterConfig:
     controller: str
     host: str = "127.0.0.1"
     grpc_port: int = 50051
+    http_port: int = 8000
     max_queue: int = 256
     token_window: int = 64
     max_queued_prefill_tokens: int = 0
@@ -434,6 +436,7 @@ class RouterConfig:
         _require(self.disaggregate in DISAGGREGATE_CHOICES, "router.disaggregate", self.disaggregate, allowed)
         _require(self.policy in ROUTING_POLICIES, "router.policy", self.policy, ", ".join(ROUTING_POLICIES))
         _require(0 <= self.grpc_port < 65536, "router.grpc_port", self.grpc_port, "0 to 65535")
+        _require(-1 <= self.http_port < 65536, "router.http_port", self.http_port, "0 to 65535, or -1 for none")
         for key in ("max_queue", "token_window", "max_running_per_worker"):
             _require(getattr(self, key) >= 1, f"router.{key}", getattr(self, key), "an integer >= 1")
         _require(

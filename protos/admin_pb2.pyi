@@ -255,6 +255,7 @@ class GetStatusReply(google.protobuf.message.Message):
     DECISIONS_FIELD_NUMBER: builtins.int
     DEGRADED_FIELD_NUMBER: builtins.int
     CLASSES_FIELD_NUMBER: builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: builtins.int
     RATE_LIMITED_REQUESTS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     uptime_s: builtins.float
@@ -270,6 +271,8 @@ class GetStatusReply(google.protobuf.message.Message):
     """of those, requests that the decode side computed again itself"""
     degraded: builtins.str
     """what the cluster does without, and how it serves in spite of it; empty if all is well"""
+    http_address: builtins.str
+    """host:port of this router's HTTP interface; empty if it has none"""
     rate_limited_requests: builtins.int
     """refused: their tenant's limits were used up"""
     @property
@@ -307,11 +310,12 @@ class GetStatusReply(google.protobuf.message.Message):
         decisions: collections.abc.Iterable[Global___Decision] | None = ...,
         degraded: builtins.str = ...,
         classes: collections.abc.Iterable[Global___ClassStatus] | None = ...,
+        http_address: builtins.str = ...,
         rate_limited_requests: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["model", b"model"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classes", b"classes", "decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "model", b"model", "queued_requests", b"queued_requests", "rate_limited_requests", b"rate_limited_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "routers", b"routers", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classes", b"classes", "decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "http_address", b"http_address", "model", b"model", "queued_requests", b"queued_requests", "rate_limited_requests", b"rate_limited_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "routers", b"routers", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatusReply: typing_extensions.TypeAlias = GetStatusReply

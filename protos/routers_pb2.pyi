@@ -44,12 +44,15 @@ class RouterDescription(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
+    HTTP_ADDRESS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     incarnation: builtins.str
     """differs after every start"""
     address: builtins.str
     """host:port of Generation"""
     pid: builtins.int
+    http_address: builtins.str
+    """host:port of its HTTP interface; empty if it has none"""
     def __init__(
         self,
         *,
@@ -57,8 +60,9 @@ class RouterDescription(google.protobuf.message.Message):
         incarnation: builtins.str = ...,
         address: builtins.str = ...,
         pid: builtins.int = ...,
+        http_address: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "incarnation", b"incarnation", "pid", b"pid", "router_id", b"router_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "http_address", b"http_address", "incarnation", b"incarnation", "pid", b"pid", "router_id", b"router_id"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RouterDescription: typing_extensions.TypeAlias = RouterDescription

@@ -16,7 +16,7 @@ from router.dispatcher import Dispatcher
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """See admin.proto. `routers`: the list that the controller sent last."""
+    """See admin.proto. `routers`: the list that the controller sent last. `http_address`: of this router."""
 
     def __init__(
         self,
@@ -24,11 +24,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         dispatcher: Dispatcher,
         routers: Callable[[], Sequence[routers_pb2.RouterMember]],
         clock: Clock,
+        http_address: Callable[[], str],
     ) -> None:
         self._config = config
         self._dispatcher = dispatcher
         self._routers = routers
         self._clock = clock
+        self._http_address = http_address
         self._started = clock.now()
 
     async def GetStatus(
@@ -56,6 +58,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             degraded=dispatcher.pool.degraded,
             routers=self._routers(),
             classes=[self._class_status(priority) for priority in PriorityClass],
+            http_address=self._http_address(),
             rate_limited_requests=dispatcher.admission.rate_limited,
         )
 

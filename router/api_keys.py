@@ -78,10 +78,10 @@ class ApiKeys:
         """Whose the call with this metadata is. Raises Unauthenticated."""
         given = [value for name, value in metadata if name == AUTHORIZATION]
         if not given:
-            raise Unauthenticated("an API key is needed: send metadata `authorization: Bearer KEY`")
+            raise Unauthenticated("an API key is needed: send `authorization: Bearer KEY`")
         words = given[0].split(maxsplit=1) if isinstance(given[0], str) else []
         if len(given) != 1 or len(words) != 2 or words[0].lower() != SCHEME.lower() or len(words[1]) > MAX_KEY_CHARS:
-            raise Unauthenticated("the metadata `authorization` must be given once, as `Bearer KEY`")
+            raise Unauthenticated("`authorization` must be given once, as `Bearer KEY`")
         digest = hashlib.sha256(words[1].encode()).digest()
         known, tenant = self._tenants.get(self._blind(digest), (b"", ""))
         if not hmac.compare_digest(known, digest):

@@ -103,6 +103,11 @@ class Calls:
         self._pacer = Pacer(clock.now())
         self._turns = Turns()
 
+    @property
+    def draining(self) -> bool:
+        """Whether no new request is let in."""
+        return self._dispatcher.draining
+
     async def run(
         self,
         request: generation_pb2.GenerateRequest,
@@ -145,7 +150,7 @@ class Calls:
         self, request: generation_pb2.GenerateRequest, caller: str | None
     ) -> tuple[GenerationRequest, Sequence[TextStream]]:
         """A request that may be let in, and where its samples' texts come to be."""
-        if self._dispatcher.draining:
+        if self.draining:
             raise Draining("the router is draining")
         tenant = tenant_of(caller, request.tenant)
         admission = self._dispatcher.admission

@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     With ``-`` in place of a file the configuration is the first line of standard input, and the router ends at once
     when that is closed: a parent that dies takes it along.
 
-    Prints one line ``READY {"address", "incarnation", "pid"}`` once it listens. A second signal ends it at once.
+    Prints one line ``READY {"address", "incarnation", "pid", "http_address"}`` once it listens. A second signal ends
+    it at once.
 
     Returns:
         Exit status: 0 after SIGTERM or SIGINT, 1 if it cannot start or its place was taken, 2 for bad usage, 3 if
@@ -72,6 +73,7 @@ async def _serve(config: RouterConfig, from_parent: bool) -> int:
         if from_parent:
             _when_stdin_ends(loop, told_twice)
         ready = {"address": router.address, "incarnation": router.incarnation, "pid": os.getpid()}
+        ready["http_address"] = router.http_address
         print("READY", json.dumps(ready), flush=True)
         await _first(asked.wait(), told_twice.wait(), replaced.wait())
         if replaced.is_set():

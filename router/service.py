@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -29,6 +30,9 @@ from router.membership import MembershipWatcher
 from router.metrics import RouterMetrics
 from router.registration import RouterRegistration
 from router.tokenizer import TextModel
+
+if TYPE_CHECKING:
+    from router.openai.server import HttpServer
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class RouterServer:
     ) -> None:
         self.config = config
         self.address = ""
+        self.http_address = ""
         self.incarnation = uuid.uuid4().hex
         self._clock = clock or MonotonicClock()
         self._health = health.aio.HealthServicer()
@@ -89,13 +94,16 @@ class RouterServer:
         self._text_model: TextModel | None = None
         self.metrics: RouterMetrics | None = None
         self._server: grpc.aio.Server | None = None
+        self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Load the tokenizer, listen, and begin to follow the members. Sets `address` (``host:port``).
+        """Load the tokenizer, listen, and begin to follow the members.
+
+        Sets `address` and `http_address` (``host:port``; the latter stays empty without HTTP).
 
         Raises:
-            ModelError: no usable tokenizer in `model_path`. ConfigError: the port is taken, or the file of API keys
+            ModelError: no usable tokenizer in `model_path`. ConfigError: a port is taken, or the file of API keys
                 is not one.
         """
         config = self.config
@@ -109,7 +117,9 @@ class RouterServer:
         guard = Guard(door, OPEN_TO_ALL)
         server = grpc.aio.server(interceptors=(guard,), options=public_server_options(config.max_message_bytes))
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)
-        admin = AdminService(config, self._dispatcher, lambda: self._watcher.routers, self._clock)
+        admin = AdminService(
+            config, self._dispatcher, lambda: self._watcher.routers, self._clock, lambda: self.http_address
+        )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -120,6 +130,13 @@ class RouterServer:
             self._text_model.close()
             await server.stop(None)
             raise ConfigError("router.grpc_port", wanted, "an address that can be listened on") from error
+        if config.http_port >= 0:
+            try:
+                self._http = await self._start_http(calls, door, self.metrics)
+            except ConfigError:
+                self._text_model.close()
+                await server.stop(None)
+                raise
         await self._set_health(False)
         self._claims.start()
         await server.start()
@@ -131,7 +148,13 @@ class RouterServer:
             asyncio.create_task(self._follow_health(), name="router-health"),
             asyncio.create_task(calls.watch_stalls(), name="router-stalls"),
         ]
-        logger.info("router %s serves %s on %s", config.router_id, config.served_name, self.address)
+        logger.info(
+            "router %s serves %s on %s%s",
+            config.router_id,
+            config.served_name,
+            self.address,
+            f", HTTP on {self.http_address}" if self.http_address else "",
+        )
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuse new requests (UNAVAILABLE), let the others finish, then cancel what is left.
@@ -163,16 +186,30 @@ class RouterServer:
         if self._registration is not None:
             await self._registration.stop()
         # Calls that were just ended get their status out; health watchers, which never end, are cut off after it.
-        await server.stop(STOP_GRACE_S)
+        await asyncio.gather(
+            server.stop(STOP_GRACE_S), *([] if self._http is None else [self._http.stop(STOP_GRACE_S)])
+        )
         await self._claims.stop()
         if self._text_model is not None:
             self._text_model.close()
         logger.info("router %s has stopped", self.config.router_id)
 
+    async def _start_http(self, calls: Calls, door: Door, metrics: RouterMetrics) -> HttpServer:
+        from router.openai.server import HttpServer  # pydantic comes with it, which nothing else of a router needs
+
+        http = HttpServer(self.config, calls, door, metrics, serving=lambda: bool(self._serving))
+        await http.start()
+        self.http_address = http.address
+        return http
+
     def _register(self) -> RouterRegistration:
         config = self.config
         router = routers_pb2.RouterDescription(
-            router_id=config.router_id, incarnation=self.incarnation, address=self.address, pid=os.getpid()
+            router_id=config.router_id,
+            incarnation=self.incarnation,
+            address=self.address,
+            pid=os.getpid(),
+            http_address=self.http_address,
         )
         registration = RouterRegistration(
             config.controller,

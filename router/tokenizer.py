@@ -229,6 +229,16 @@ class TextModel:
     def _has_byte_tokens(self) -> bool:
         return "ByteLevel" in self._decoders or ("ByteFallback" in self._decoders and self._anchor is not None)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token says in the middle of a text, special ones as written. Not always whole characters."""
+        if self._has_byte_tokens:
+            return self._texts[False].bytes_of(token_id, False) or b""
+        return self._decode([token_id], skip_special=False).encode()
+
+    def shown(self, token_id: int, skip_special: bool) -> bool:
+        """Whether a token has a text; see `stream`."""
+        return not (skip_special and token_id in self._special)
+
     def _decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
 

@@ -43,6 +43,7 @@ def demo(
         "model": model,
         "dtype": dtype,
         "router.grpc_port": 0,
+        "router.http_port": 0,
         "ray.address": "local",
         # The demonstration shows the way of a request, not of a failure: a slow machine is no dead worker.
         "dead_after_s": 20.0,

@@ -36,8 +36,16 @@ def serve(
     grpc_port: Annotated[
         int | None, _option("Port of the router; 0 picks a free one", _DEFAULTS.router.grpc_port)
     ] = None,
+    http_port: Annotated[
+        int | None,
+        _option(
+            "Port of its HTTP interface, for OpenAI's clients; 0 picks a free one, -1: none",
+            _DEFAULTS.router.http_port,
+        ),
+    ] = None,
     routers: Annotated[
-        int | None, _option("Routers, on --grpc-port and the ports after it", _DEFAULTS.router.replicas)
+        int | None,
+        _option("Routers, on --grpc-port, --http-port and the ports after them", _DEFAULTS.router.replicas),
     ] = None,
     ray_address: Annotated[
         str | None,
@@ -89,6 +97,7 @@ def serve(
             "dtype": dtype,
             "router.host": host,
             "router.grpc_port": grpc_port,
+            "router.http_port": http_port,
             "router.replicas": routers,
             "ray.address": ray_address,
         },
@@ -119,7 +128,9 @@ async def _serve(settings: ClusterConfig) -> int:
             _say("interrupted before the cluster was ready")
             return EXIT_INTERRUPTED
         count = len(controller.members().members)
-        typer.echo(f"READY grpc={','.join(controller.addresses)} model={controller.served_name} workers={count}")
+        http = f" http={','.join(controller.http_addresses)}" if controller.http_addresses else ""
+        grpc = ",".join(controller.addresses)
+        typer.echo(f"READY grpc={grpc}{http} model={controller.served_name} workers={count}")
         await asked.wait(1)
         drained: list[bool] = []
 

@@ -83,6 +83,8 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
         + (f", {reply.failed_transfers} failed transfers" if reply.failed_transfers else ""),
         highlight=False,
     )
+    if reply.http_address:
+        console.print(f"HTTP at {escape(reply.http_address)}", highlight=False)
     if reply.degraded:
         console.print(f"[yellow]degraded[/]: {escape(reply.degraded)}", highlight=False)
     if reply.decisions:
@@ -94,7 +96,10 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
     if len(reply.routers) > 1:  # what is shown is one router's view
         for member in reply.routers:
             state = "draining" if member.state == routers_pb2.ROUTER_STATE_DRAINING else "serving"
-            line = f"router {member.router.router_id}: {state} at {member.router.address} (pid {member.router.pid})"
+            where = member.router.address
+            if member.router.http_address:
+                where += f" and {member.router.http_address} (HTTP)"
+            line = f"router {member.router.router_id}: {state} at {where} (pid {member.router.pid})"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     workers = sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id))
     if not workers:

@@ -23,7 +23,7 @@ def test_sigterm_ends_serve_while_another_process_converts_the_model(
     folder = resolve_model(str(source)).path
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        serve = ServeProcess("--model", str(source), "--grpc-port", "0", "--ray-address", "local")
+        serve = ServeProcess("--model", str(source), "--grpc-port", "0", "--http-port", "0", "--ray-address", "local")
         try:
             serve.wait_for("waiting for another process", 60)
             serve.signal(signal.SIGTERM)
@@ -35,17 +35,20 @@ def test_sigterm_ends_serve_while_another_process_converts_the_model(
     assert "Traceback" not in serve.output
 
 
-def test_a_taken_port_is_named_before_anything_is_started() -> None:
+@pytest.mark.parametrize("flag", ["--grpc-port", "--http-port"])
+def test_a_taken_port_is_named_before_anything_is_started(flag: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        serve = ServeProcess("--grpc-port", str(port), "--ray-address", "local")
+        other = {"--grpc-port": "--http-port", "--http-port": "--grpc-port"}[flag]
+        serve = ServeProcess(flag, str(port), other, "0", "--ray-address", "local")
         try:
             assert serve.wait(60.0) == 2
         finally:
             serve.stop()
     assert f"127.0.0.1:{port}" in serve.output
+    assert f"{flag} takes another port" in serve.output
     assert "in use" in serve.output
     assert "Ray" not in serve.output
     assert "Traceback" not in serve.output
@@ -56,7 +59,7 @@ def test_an_address_without_a_ray_is_named_at_once(tmp_path: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: nobody answers there
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-        serve = ServeProcess("--model", str(model), "--grpc-port", "0", "--ray-address", address)
+        serve = ServeProcess("--model", str(model), "--grpc-port", "0", "--http-port", "0", "--ray-address", address)
         try:
             assert serve.wait(60.0) == 1
         finally:
@@ -71,7 +74,7 @@ def test_a_ray_that_does_not_answer_cannot_keep_serve_from_ending(tmp_path: Path
         mute.bind(("127.0.0.1", 0))
         mute.listen()  # connections are taken by the kernel, and nobody ever says a word
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        serve = ServeProcess("--model", str(model), "--grpc-port", "0", "--ray-address", address)
+        serve = ServeProcess("--model", str(model), "--grpc-port", "0", "--http-port", "0", "--ray-address", address)
         try:
             serve.wait_for("joining Ray", 60)
             serve.wait_for("waiting for Ray", 30)

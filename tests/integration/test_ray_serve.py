@@ -28,7 +28,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 def served(tmp_path: Path) -> Iterator[ServeProcess]:
     model = tiny_llama(tmp_path / "tiny")
     process = ServeProcess(
-        "--model", str(model), "--dtype", "float32", "--grpc-port", "0", "--ray-address", "local",
+        "--model", str(model), "--dtype", "float32", "--grpc-port", "0", "--http-port", "0",
+        "--ray-address", "local",
         "--routers", "2", "--set", "prefill.num_blocks=256", "--set", "decode.num_blocks=256",
     )  # fmt: skip
     try:
@@ -160,8 +161,8 @@ def test_a_worker_that_cannot_start_is_one_line_and_no_traceback(tmp_path: Path)
     broken = tmp_path / "broken"
     broken.write_bytes(b"no calibration")
     process = ServeProcess(
-        "--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--ray-address", "local",
-        "--set", "prefill.num_blocks=64", "--set", "decode.num_blocks=64",
+        "--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--http-port", "0",
+        "--ray-address", "local", "--set", "prefill.num_blocks=64", "--set", "decode.num_blocks=64",
         "--set", f"transfer.calibration={broken}",
     )  # fmt: skip
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -383,9 +384,22 @@ async def test_a_taken_port_is_refused(model: Path) -> None:
             await second.start()
 
 
+async def test_a_taken_http_port_is_refused(model: Path) -> None:
+    async with NullCluster(model, pair(), http_port=0) as cluster:
+        config = cluster.router.config
+        port = int(cluster.router.http_address.rpartition(":")[2])
+        second = RouterServer(replace(config, router_id="router-1", http_port=port))
+        with pytest.raises(ConfigError, match=rf"router\.http_port: '127.0.0.1:{port}'"):
+            await second.start()
+        async with grpc.aio.insecure_channel(cluster.router.address) as channel:
+            status = await admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest())
+        assert status.http_address == cluster.router.http_address
+
+
 async def test_a_model_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    config = RouterConfig("router-1", str(tmp_path), "null", "127.0.0.1:1", grpc_port=0, http_port=0)
     with pytest.raises(ModelError, match="no usable tokenizer"):
-        await RouterServer(RouterConfig("router-1", str(tmp_path), "null", "127.0.0.1:1", grpc_port=0)).start()
+        await RouterServer(config).start()
 
 
 # -- clients --------------------------------------------------------------------------------------------------------

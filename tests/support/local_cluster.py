@@ -131,6 +131,7 @@ class LocalCluster:
                 "served_name": self._configs[0].engine.served_name,
                 "controller": self.membership.address,
                 "grpc_port": 0,
+                "http_port": -1,
                 "disaggregate": "always",
             }
             self._options = options | self._router_options

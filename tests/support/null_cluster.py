@@ -38,6 +38,7 @@ class NullCluster:
             "heartbeat_s": 0.1,
             "dead_after_s": 3.0,
             "grpc_port": 0,
+            "http_port": -1,
             "disaggregate": "always",
         }
         self._options |= options

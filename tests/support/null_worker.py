@@ -90,7 +90,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         held: what it holds, by request. commands: how often each command came, by (name, request id).
         sessions: that it ever had. silent: says nothing any more, heartbeats included, but keeps its connections.
         hung: its engine stands still: nothing runs, progress does not grow, but it goes on reporting.
-        draining: what its reports say.
+        draining: what its reports say. cached_tokens: what it says of prompts.
     """
 
     def __init__(
@@ -120,6 +120,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         self.step_s = step_s
         self.codecs = codecs
         self.max_num_batched_tokens = 512
+        self.cached_tokens = 0
         self.sessions = 0
         self.silent = self.hung = self.draining = False
         self._max_num_seqs = max_num_seqs
@@ -346,7 +347,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         await self._at("prefill", job)
         if self.step_s:
             await asyncio.sleep(self.step_s)
-        done = worker_pb2.PrefillDone(queued_s=0.001, compute_s=0.002, chunks=1)
+        done = worker_pb2.PrefillDone(queued_s=0.001, compute_s=0.002, chunks=1, cached_tokens=self.cached_tokens)
         self._notice(job, prefill_done=done)
         samples = job.samples
         if all([self._token(job.session, sample, index) for sample in samples]):
@@ -423,7 +424,12 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
     async def _generate(self, job: _Job, _: worker_pb2.Generate) -> None:
         if job.request.branches:
             await self._at("prefill", job)
-            self._notice(job, prefill_done=worker_pb2.PrefillDone(queued_s=0.001, compute_s=0.002, chunks=1))
+            self._notice(
+                job,
+                prefill_done=worker_pb2.PrefillDone(
+                    queued_s=0.001, compute_s=0.002, chunks=1, cached_tokens=self.cached_tokens
+                ),
+            )
             self._branch(job)
         else:
             await self._decode(job)

@@ -35,7 +35,7 @@ def main(report: Path, model: str) -> None:
     run("ray", "job", "submit", "--address", DASHBOARD, "--no-wait", "--submission-id", JOB, "--working-dir", ".",
         "--runtime-env-json", environment, "--",
         "python", "-m", "cluster", "serve", "--prefill", "1", "--decode", "1", "--model", model, "--dtype", "float32",
-        "--grpc-port", ADDRESS.rpartition(":")[2],
+        "--grpc-port", ADDRESS.rpartition(":")[2], "--http-port", "0",
         "--set", "prefill.num_blocks=256", "--set", "decode.num_blocks=256",
     )  # fmt: skip
     jobs = JobSubmissionClient(DASHBOARD)

@@ -60,6 +60,7 @@ class RouterFleet:
             "dead_after_s": 3.0,
             "claim_ttl_s": 10.0,
             "grpc_port": 0,
+            "http_port": -1,
             **options,
         }
         self._registrations: list[asyncio.Task[None]] = []

@@ -94,6 +94,19 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
             65534,
             "at most 65533 with 3 routers",
         ),
+        ({"router.http_port": -2}, "router.http_port", -2, "greater than or equal to -1"),
+        (
+            {"router.replicas": 3, "router.http_port": 65534},
+            "router.http_port",
+            65534,
+            "at most 65533 with 3 routers",
+        ),
+        (
+            {"router.replicas": 2, "router.grpc_port": 8001},
+            "router.http_port",
+            8000,
+            "at least 2 away from router.grpc_port (8001)",
+        ),
         ({"router.claim_ttl_s": 5}, "router.claim_ttl_s", 5, "at least twice dead_after_s (3)"),
         ({"dead_after_s": 0.6}, "dead_after_s", 0.6, "at least twice heartbeat_s"),
         ({"decode.preemption": "drop"}, "decode.preemption", "drop", "'auto', 'swap' or 'recompute'"),
@@ -481,13 +494,15 @@ class TestAvailableMemory:
 
 
 def test_several_routers_differ_in_name_and_port(model: Path) -> None:
-    config = load_config(None, {"router.replicas": 2, "router.grpc_port": 6000, "dead_after_s": 7})
+    ports = {"router.grpc_port": 6000, "router.http_port": 6002}
+    config = load_config(None, {"router.replicas": 2, "dead_after_s": 7, **ports})
     routers = [
         config.router_config(model_path=model, served_name="m", controller="c:1", index=index) for index in range(2)
     ]
     assert [(r.router_id, r.grpc_port) for r in routers] == [("pdserve-router-0", 6000), ("pdserve-router-1", 6001)]
+    assert [r.http_port for r in routers] == [6002, 6003]
     assert routers[0].claim_ttl_s == 14.0, "workers must have let go before a key is free"
-    free = load_config(None, {"router.replicas": 2, "router.grpc_port": 0})
-    ports = [free.router_config(model_path=model, served_name="m", controller="c", index=n).grpc_port for n in (0, 1)]
-    assert ports == [0, 0]
+    free = load_config(None, {"router.replicas": 2, "router.grpc_port": 0, "router.http_port": -1})
+    both = [free.router_config(model_path=model, served_name="m", controller="c", index=n) for n in (0, 1)]
+    assert [(r.grpc_port, r.http_port) for r in both] == [(0, -1), (0, -1)]
     assert free.claim_ttl_s == 10.0

@@ -89,6 +89,7 @@ def test_json_that_does_not_fit_names_the_key(change: tuple[str, str], key: str)
         (lambda: TransferConfig(credit_bytes=10), "credit_bytes", "message_bytes"),
         (lambda: TransferConfig(max_reserved_fraction=0.0), "max_reserved_fraction", "(0, 1]"),
         (lambda: RouterConfig("r", "m", "m", "c", grpc_port=70000), "grpc_port", "65535"),
+        (lambda: RouterConfig("r", "m", "m", "c", http_port=-2), "http_port", "-1 for none"),
         (lambda: RouterConfig("r", "m", "m", "c", heartbeat_s=2.0), "dead_after_s", "heartbeat_s"),
         (
             lambda: WorkerConfig("w", Role.DECODE, EngineConfig("m", "m"), faults=(FaultPlan("nowhere"),)),

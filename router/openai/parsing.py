@@ -1,0 +1,89 @@
+"""From the bytes of a request's body to a checked message, or an error that names the field.
+
+Types and names are checked here; what values are allowed, and together, is said by `router.validation` for all
+protocols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from pdcore.errors import InvalidRequest
+from router.openai.errors import BODY
+
+MAX_NAME_CHARS = 64
+MAX_TOLD = 8
+UNKNOWN = "unknown_field"
+
+
+class Message(BaseModel):
+    """A JSON object of a request: no conversion of types, no unknown fields. A field that is null is not set.
+
+    `refused`: fields of OpenAI's, or of servers like this one, that are known and not supported, and why.
+    """
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False}
+    )
+    refused: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="after")
+    def _only_known_fields(self) -> Self:
+        for name, value in (self.model_extra or {}).items():
+            if value is not None:
+                problem = self.refused.get(name, "is not a field that is known here")
+                raise PydanticCustomError(UNKNOWN, "{problem}", {"field": name[:MAX_NAME_CHARS], "problem": problem})
+        return self
+
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], body: bytes) -> M:
+    """Read a message. Raises InvalidRequest, which shows nothing of what is in the body but names."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise problem_of(error) from None
+
+
+def problem_of(error: ValidationError) -> InvalidRequest:
+    """What is wrong with a message: the first `MAX_TOLD` fields."""
+    first, *others = [
+        _violation(detail) for detail in error.errors(include_url=False, include_input=False)[:MAX_TOLD]
+    ]
+    return InvalidRequest(*first, more=others)
+
+
+def _violation(detail: ErrorDetails) -> tuple[str, str]:
+    if detail["type"] == "json_invalid":
+        return BODY, f"is not valid JSON: {detail.get('ctx', {}).get('error', '')}"
+    path = list(detail["loc"])
+    if detail["type"] == UNKNOWN:
+        path.append(detail["ctx"]["field"])
+    return _dotted(path), _sentence(detail["msg"])
+
+
+def _dotted(path: list[Any]) -> str:
+    """``messages[0].content``; what pydantic adds for itself is left out."""
+    text = ""
+    for step in path:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif step != "[key]":
+            text += f".{str(step)[:MAX_NAME_CHARS]}" if text else str(step)[:MAX_NAME_CHARS]
+    return text or BODY
+
+
+def _sentence(message: str) -> str:
+    """Pydantic's words as the rest of a sentence that the field's name begins."""
+    if message == "Field required":
+        return "must be set"
+    for begin in ("Input should be ", "Value should be "):
+        if message.startswith(begin):
+            return "must be " + message.removeprefix(begin)
+    return message

@@ -1,0 +1,124 @@
+"""What an HTTP request comes to: requests for the core, and what they share."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from protos import generation_pb2
+from router.openai.fields import PRIORITIES, GenerationFields, check_together, sampling_of
+from router.validation import new_request_id, usable_id
+
+Names = Sequence[tuple[str, str]]
+
+REQUEST_ID = "x-request-id"
+
+
+def plain(request_id: str) -> str:
+    """A request's id as it may stand in a header: what a client calls it may be anything."""
+    return request_id if usable_id(request_id) else new_request_id()
+
+
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """What the headers of a request say about it.
+
+    `request_id`: of the header, or made here. `idempotency_key`: empty if there is none. `tenant`: who the client
+    says it is; empty if it does not. `remaining_s`: seconds that the client will wait for the end of the answer, and
+    for that of a stream; None if it does not say.
+    """
+
+    request_id: str
+    idempotency_key: str = ""
+    tenant: str = ""
+    remaining_s: float | None = None
+    stream_remaining_s: float | None = None
+
+
+def headers_of(raw: Sequence[tuple[bytes, bytes]]) -> Headers:
+    """Read the headers of a request; names are in lower case."""
+    found: Mapping[str, str] = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
+    proxy_s = _number(found.get("x-envoy-expected-rq-timeout-ms"), 0.001)
+    # OpenAI's client says how long it waits for each read: without a stream that is for all of the answer.
+    reads_s = _number(found.get("x-stainless-read-timeout"), 1.0)
+    return Headers(
+        request_id=found.get(REQUEST_ID) or new_request_id(),
+        idempotency_key=found.get("idempotency-key", ""),
+        tenant=found.get("openai-organization", ""),
+        remaining_s=min((limit for limit in (proxy_s, reads_s) if limit is not None), default=None),
+        stream_remaining_s=proxy_s,
+    )
+
+
+def _number(text: str | None, unit: float) -> float | None:
+    """Of a header that is no more than a hint: what cannot be read says nothing."""
+    try:
+        value = float(text or "") * unit
+    except ValueError:
+        return None
+    return value if 0 < value < 1e9 else None
+
+
+@dataclass(slots=True)
+class Plan:
+    """The requests of one HTTP request, in the order of its prompts, and how their answer is told.
+
+    Attributes:
+        names: of each, what stands for the core's names of fields.
+        samples: of each prompt. created: seconds since 1970.
+        remaining_s: see `Headers`.
+    """
+
+    request_id: str
+    requests: list[generation_pb2.GenerateRequest]
+    names: list[Names]
+    model: str
+    stream: bool
+    with_usage: bool
+    samples: int
+    skip_special: bool
+    remaining_s: float | None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def begin_plan(
+    body: GenerationFields, headers: Headers, served_name: str
+) -> tuple[Plan, generation_pb2.GenerateRequest]:
+    """A plan without requests, and the request that all of its prompts begin with. Raises InvalidRequest."""
+    check_together(body)
+    request_id = body.request_id or headers.request_id
+    sampling = sampling_of(body)
+    request = generation_pb2.GenerateRequest(
+        request_id=request_id,
+        model=body.model or "",
+        sampling=sampling,
+        tenant=headers.tenant,
+        priority=PRIORITIES[body.priority] if body.priority else generation_pb2.PRIORITY_UNSPECIFIED,
+        kv_codec=body.kv_codec or "",
+        cache_salt=body.cache_salt or "",
+        idempotency_key=headers.idempotency_key,
+    )
+    plan = Plan(
+        request_id=request_id,
+        requests=[],
+        names=[],
+        model=served_name,
+        stream=bool(body.stream),
+        with_usage=body.with_usage,
+        samples=max(1, sampling.n),
+        skip_special=body.skip_special_tokens is not False,
+        remaining_s=headers.stream_remaining_s if body.stream else headers.remaining_s,
+    )
+    return plan, request
+
+
+def numbered(request: generation_pb2.GenerateRequest, number: int) -> generation_pb2.GenerateRequest:
+    """The request of prompt `number` of several: ids and keys differ, and are the same when it is sent again."""
+    copy = generation_pb2.GenerateRequest()
+    copy.CopyFrom(request)
+    copy.request_id = f"{request.request_id}-{number}"
+    if number and request.idempotency_key:
+        copy.idempotency_key = hashlib.sha256(f"{number}:{request.idempotency_key}".encode()).hexdigest()
+    return copy
