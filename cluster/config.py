@@ -222,6 +222,7 @@ class ClusterConfig(Section):
             tenants=tuple(tenant.to_config(name) for name, tenant in section.tenants.items()),
             api_keys_file=section.api_keys_file,
             claim_ttl_s=self.claim_ttl_s,
+            tool_call_parser=section.tool_call_parser,
         )
 
     def _queue_config(self) -> QueueConfig:

@@ -14,6 +14,10 @@ ByteCount = Annotated[ByteSize, Field(ge=1)]
 Cores = Literal["auto"] | tuple[Annotated[int, Field(ge=0)], ...]
 CodecChoice = Literal["auto", "raw", "zstd", "bexp-zstd", "bexp3", "q8", "q8-zstd", "k6v4", "k4v4", "tc4", "fp8"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+ToolCallParser = Literal[
+    "auto", "hermes", "llama3_json", "mistral", "mistral_v11", "pythonic", "qwen3_coder", "deepseek_v3",
+    "deepseek_v31", "kimi_k2", "granite",
+]  # fmt: skip
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -403,6 +407,10 @@ class RouterSection(Section):
         default=None,
         description="seconds after which an idempotency key is free again if its router is not heard of; default: "
         "10, or twice dead_after_s if that is more",
+    )
+    tool_call_parser: ToolCallParser = Field(
+        default="auto",
+        description="the format in which the model calls tools; auto: the one that its chat template speaks of",
     )
     kv_codec_by_class: KvCodecSection = Field(
         default=KvCodecSection(), description="how KV is packed, by class of request; null: transfer.codec"

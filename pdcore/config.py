@@ -39,6 +39,20 @@ ROUTING_POLICIES = ("cost", "least_loaded", "power_of_two", "prefix_affinity", "
 """Ways to choose among workers; `router.ranking` describes them."""
 DISAGGREGATE_CHOICES = (AUTO, "always")
 """What `router.disaggregate` may be; `router.policy` describes them."""
+TOOL_CALL_PARSERS = (
+    AUTO,
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "mistral_v11",
+    "pythonic",
+    "qwen3_coder",
+    "deepseek_v3",
+    "deepseek_v31",
+    "kimi_k2",
+    "granite",
+)
+"""What `router.tool_call_parser` may be; `router.tools.formats` describes them."""
 BLOCK_SIZES = (8, 16, 32, 64)
 DEVICES = ("cpu",)
 MODEL_IMPLS = ("auto", "native", "transformers")
@@ -399,6 +413,7 @@ class RouterConfig:
         queue: in which order waiting requests are started. policy: which workers they are started on.
         disaggregate: whether requests run on two workers wherever both pools serve, or only where that is better.
         claim_ttl_s: seconds without a word to the controller after which a claimed idempotency key is free again.
+        tool_call_parser: the format in which the served model calls tools.
     """
 
     router_id: str
@@ -430,8 +445,13 @@ class RouterConfig:
     tenants: tuple[TenantLimits, ...] = ()
     api_keys_file: str = ""
     claim_ttl_s: float = 10.0
+    tool_call_parser: str = AUTO
 
     def __post_init__(self) -> None:
+        allowed = ", ".join(TOOL_CALL_PARSERS)
+        _require(
+            self.tool_call_parser in TOOL_CALL_PARSERS, "router.tool_call_parser", self.tool_call_parser, allowed
+        )
         allowed = ", ".join(DISAGGREGATE_CHOICES)
         _require(self.disaggregate in DISAGGREGATE_CHOICES, "router.disaggregate", self.disaggregate, allowed)
         _require(self.policy in ROUTING_POLICIES, "router.policy", self.policy, ", ".join(ROUTING_POLICIES))

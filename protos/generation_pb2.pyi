@@ -5,11 +5,13 @@ The public API.
 
 Where the cluster has API keys, every call needs metadata `authorization: Bearer KEY`, which says whose it is.
 
-Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), UNAUTHENTICATED (no key, or
+Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the fields), NOT_FOUND (model), UNAUTHENTICATED (no key, or
 an unknown one), RESOURCE_EXHAUSTED (with google.rpc.RetryInfo: the tenant's limits are used up, enough requests of the
 class wait, or the deadline or the class's objective cannot be met), ALREADY_EXISTS (idempotency key; ResourceInfo names
-the request that has it), UNAVAILABLE (no worker, draining, replays used up, no controller for an idempotency key),
-DEADLINE_EXCEEDED, CANCELLED, INTERNAL. The deadline of a request is the deadline of the call.
+the request that has it), UNAVAILABLE (no worker, draining, replays used up, no controller for an idempotency key; with
+RetryInfo unless a retry is of no use), DEADLINE_EXCEEDED, CANCELLED, INTERNAL. Each has a google.rpc.ErrorInfo of the
+domain "pdserve" with a reason and, as metadata, `request_id` and limits: docs/grpc.md has the table. The deadline of a
+request is the deadline of the call.
 """
 
 import builtins
@@ -29,6 +31,33 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _ToolChoiceMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _ToolChoiceModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ToolChoiceMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TOOL_CHOICE_MODE_UNSPECIFIED: _ToolChoiceMode.ValueType  # 0
+    """auto"""
+    TOOL_CHOICE_MODE_AUTO: _ToolChoiceMode.ValueType  # 1
+    """the model calls tools or answers, as it likes"""
+    TOOL_CHOICE_MODE_NONE: _ToolChoiceMode.ValueType  # 2
+    """it answers; the template is not told of tools"""
+    TOOL_CHOICE_MODE_REQUIRED: _ToolChoiceMode.ValueType  # 3
+    """it calls one at least, which structured output sees to"""
+
+class ToolChoiceMode(_ToolChoiceMode, metaclass=_ToolChoiceModeEnumTypeWrapper): ...
+
+TOOL_CHOICE_MODE_UNSPECIFIED: ToolChoiceMode.ValueType  # 0
+"""auto"""
+TOOL_CHOICE_MODE_AUTO: ToolChoiceMode.ValueType  # 1
+"""the model calls tools or answers, as it likes"""
+TOOL_CHOICE_MODE_NONE: ToolChoiceMode.ValueType  # 2
+"""it answers; the template is not told of tools"""
+TOOL_CHOICE_MODE_REQUIRED: ToolChoiceMode.ValueType  # 3
+"""it calls one at least, which structured output sees to"""
+Global___ToolChoiceMode: typing_extensions.TypeAlias = ToolChoiceMode
 
 class _Priority:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -82,34 +111,163 @@ class ChatMessage(google.protobuf.message.Message):
 
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: builtins.int
+    TOOL_CALLS_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """"system", "user" or "assistant" """
+    """"system", "developer" (like system), "user", "assistant" or "tool" """
     content: builtins.str
+    name: builtins.str
+    """who says it, or the tool whose result it is, for templates that tell; at most 64 characters"""
+    tool_call_id: builtins.str
+    """role "tool": the call whose result it is; at most 128 characters"""
+    @property
+    def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """role "assistant": the calls it made; at most 128"""
+
     def __init__(
         self,
         *,
         role: builtins.str = ...,
         content: builtins.str = ...,
+        name: builtins.str = ...,
+        tool_call_id: builtins.str = ...,
+        tool_calls: collections.abc.Iterable[Global___ToolCall] | None = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["content", b"content", "role", b"role"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___ChatMessage: typing_extensions.TypeAlias = ChatMessage
 
 @typing.final
+class ToolCall(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ID_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    ARGUMENTS_FIELD_NUMBER: builtins.int
+    id: builtins.str
+    """at most 128 characters"""
+    name: builtins.str
+    """of the function"""
+    arguments: builtins.str
+    """JSON text of an object, as the model wrote it"""
+    def __init__(
+        self,
+        *,
+        id: builtins.str = ...,
+        name: builtins.str = ...,
+        arguments: builtins.str = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ToolCall: typing_extensions.TypeAlias = ToolCall
+
+@typing.final
+class Tool(google.protobuf.message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    PARAMETERS_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """1 to 64 characters of [A-Za-z0-9_-]"""
+    description: builtins.str
+    parameters: builtins.str
+    """JSON schema of its arguments, an object; at most 64 KiB; empty: it takes none"""
+    strict: builtins.bool
+    """arguments have to fit the schema, whatever the choice is"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        description: builtins.str | None = ...,
+        parameters: builtins.str = ...,
+        strict: builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_description", b"_description", "description", b"description"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_description", b"_description", "description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__description: typing_extensions.TypeAlias = typing.Literal["description"]
+    _WhichOneofArgType__description: typing_extensions.TypeAlias = typing.Literal["_description", b"_description"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__description) -> _WhichOneofReturnType__description | None: ...
+
+Global___Tool: typing_extensions.TypeAlias = Tool
+
+@typing.final
+class ToolChoice(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: builtins.int
+    NAMES_FIELD_NUMBER: builtins.int
+    mode: Global___ToolChoiceMode.ValueType
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """only these tools; empty: all"""
+
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolChoiceMode.ValueType = ...,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["mode", b"mode", "names", b"names"]
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+
+Global___ToolChoice: typing_extensions.TypeAlias = ToolChoice
+
+@typing.final
 class Chat(google.protobuf.message.Message):
+    """What is said so far, for the model's chat template. The text of an answer that calls tools has the calls in the
+    model's own format (`router.tool_call_parser`), with its marks though they be special tokens.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
+    TOOLS_FIELD_NUMBER: builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: builtins.int
+    TEMPLATE_ARGUMENTS_FIELD_NUMBER: builtins.int
+    parallel_tool_calls: builtins.bool
+    """More than one call in an answer that `tool_choice` requires; default true. Without such a choice the model decides,
+    and whoever reads the text takes the first call.
+    """
+    continue_final_message: builtins.bool
+    """the output goes on with the last message, which is the assistant's"""
+    template_arguments: builtins.str
+    """JSON object of more variables for the template; at most 16 KiB"""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    @property
+    def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """at most 128; refused by a model whose chat template knows of none"""
+
+    @property
+    def tool_choice(self) -> Global___ToolChoice: ...
     def __init__(
         self,
         *,
         messages: collections.abc.Iterable[Global___ChatMessage] | None = ...,
+        tools: collections.abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: builtins.bool | None = ...,
+        continue_final_message: builtins.bool = ...,
+        template_arguments: builtins.str = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["messages", b"messages"]
+    _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls", "tool_choice", b"tool_choice"]
+    def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "continue_final_message", b"continue_final_message", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: typing_extensions.TypeAlias = typing.Literal["parallel_tool_calls"]
+    _WhichOneofArgType__parallel_tool_calls: typing_extensions.TypeAlias = typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
 
 Global___Chat: typing_extensions.TypeAlias = Chat
 

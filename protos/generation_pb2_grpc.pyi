@@ -5,11 +5,13 @@ The public API.
 
 Where the cluster has API keys, every call needs metadata `authorization: Bearer KEY`, which says whose it is.
 
-Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the field), NOT_FOUND (model), UNAUTHENTICATED (no key, or
+Errors: INVALID_ARGUMENT (with google.rpc.BadRequest naming the fields), NOT_FOUND (model), UNAUTHENTICATED (no key, or
 an unknown one), RESOURCE_EXHAUSTED (with google.rpc.RetryInfo: the tenant's limits are used up, enough requests of the
 class wait, or the deadline or the class's objective cannot be met), ALREADY_EXISTS (idempotency key; ResourceInfo names
-the request that has it), UNAVAILABLE (no worker, draining, replays used up, no controller for an idempotency key),
-DEADLINE_EXCEEDED, CANCELLED, INTERNAL. The deadline of a request is the deadline of the call.
+the request that has it), UNAVAILABLE (no worker, draining, replays used up, no controller for an idempotency key; with
+RetryInfo unless a retry is of no use), DEADLINE_EXCEEDED, CANCELLED, INTERNAL. Each has a google.rpc.ErrorInfo of the
+domain "pdserve" with a reason and, as metadata, `request_id` and limits: docs/grpc.md has the table. The deadline of a
+request is the deadline of the call.
 """
 
 import abc

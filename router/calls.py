@@ -169,7 +169,7 @@ class Calls:
                 checked.stops,
                 include_stop=checked.include_stop,
                 min_tokens=checked.params.min_tokens,
-                skip_special=checked.skip_special,
+                special=checked.special,
             )
             for _ in range(checked.samples)
         ]

@@ -109,7 +109,7 @@ class RouterServer:
         config = self.config
         path = config.api_keys_file
         keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
-        self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path))
+        self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path), config.tool_call_parser)
         calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
         door = Door(keys)

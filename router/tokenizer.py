@@ -10,17 +10,20 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, ModelError
-from router.chat_template import ChatTemplate
+from router.chat_template import ChatTemplate, Conversation
 from router.structured import StructureCheck
 from router.text import ByteDetokenizer, Detokenizer, StopWords, TextStream, TokenTexts, WindowDetokenizer
 from router.text_threads import TextThreads
+from router.tools.formats import ToolFormat, format_for
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +80,14 @@ def _byte_of_character() -> dict[str, int]:
     return table
 
 
+class Special(Enum):
+    """Which special tokens have a text."""
+
+    HIDDEN = "hidden"
+    SHOWN = "shown"
+    TOOLS = "tools"  # those only that tell of tool calls
+
+
 class TextModel:
     """The text side of a served model. Immutable once loaded; thread-safe.
 
@@ -85,6 +96,9 @@ class TextModel:
         defaults: generation defaults.
         max_token_chars: no token stands for more characters of text than this.
         structures: checks structured outputs.
+        chat_template: None if there is none.
+        tool_format: how the model calls tools; None if that is not known.
+        tool_tokens: the words of that format that are tokens of their own, and their ids.
     """
 
     def __init__(
@@ -93,18 +107,28 @@ class TextModel:
         chat_template: ChatTemplate | None,
         end_token_ids: tuple[int, ...],
         defaults: GenerationDefaults,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self.chat_template = chat_template
         self.end_token_ids = end_token_ids
         self.defaults = defaults
         self.max_token_chars = max((len(token) for token in tokenizer.get_vocab()), default=1)
-        self._special = {
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.tool_format = tool_format
+        markers = () if tool_format is None else tool_format.markers
+        self.tool_tokens = {token.content: token_id for token_id, token in added.items() if token.content in markers}
         self._decoders = _decoder_types(tokenizer)
         self._byte_of = _byte_of_character()
-        self._texts = {skip: TokenTexts(partial(self._token_bytes, skip)) for skip in (False, True)}
+        self._hidden = {
+            Special.SHOWN: frozenset[int](),
+            Special.HIDDEN: self._special,
+            Special.TOOLS: self._special - set(self.tool_tokens.values()),
+        }
+        self._texts = {
+            shown: TokenTexts(partial(self._token_bytes, hidden)) for shown, hidden in self._hidden.items()
+        }
         self._anchor = next(iter(tokenizer.encode("a", add_special_tokens=False).ids), None)
         self._threads = TextThreads()
         # Requests that come together often have the same ones. The largest take a megabyte.
@@ -112,8 +136,11 @@ class TextModel:
         self.structures = StructureCheck(tokenizer.to_str, next(iter(end_token_ids), None))
 
     @classmethod
-    def load(cls, folder: Path) -> TextModel:
+    def load(cls, folder: Path, tool_call_parser: str = AUTO) -> TextModel:
         """Read a Hugging Face folder. Blocking.
+
+        Args:
+            tool_call_parser: see `RouterConfig`.
 
         Raises:
             ModelError: there is no usable tokenizer, or a file is malformed.
@@ -129,6 +156,7 @@ class TextModel:
             None if source is None else ChatTemplate(source, special_tokens),
             _end_tokens(generation, config, tokenizer, special_tokens),
             _defaults(generation),
+            format_for(tool_call_parser, source),
         )
 
     def close(self) -> None:
@@ -138,7 +166,7 @@ class TextModel:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
+        return self.chat_template is not None
 
     @property
     def vocab_size(self) -> int:
@@ -155,16 +183,15 @@ class TextModel:
         await self._refuse_too_long("prompt", text, max_tokens)
         return await self._threads.run(len(text), lambda: self._encode(text, add_special_tokens=True))
 
-    async def tokenize_chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int) -> list[int]:
+    async def tokenize_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
         """Token ids of the prompt that asks for the next assistant message.
 
         Raises:
             InvalidRequest: the template does not accept these messages; or as for `tokenize`.
         """
-        template = self._chat_template
+        template = self.chat_template
         assert template is not None, "validated before"
-        chars = sum(len(text) for message in messages for text in message.values())
-        text = await self._threads.run(chars, lambda: template.render(messages))
+        text = await self._threads.run(conversation.chars, lambda: template.render(conversation))
         await self._refuse_too_long("chat", text, max_tokens)
         return await self._threads.run(len(text), lambda: self._encode(text, add_special_tokens=False))
 
@@ -214,16 +241,17 @@ class TextModel:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
-        skip_special: bool = True,
+        special: Special = Special.HIDDEN,
     ) -> TextStream:
-        """A new incremental detokeniser; see `TextStream`. `skip_special`: special tokens have no text."""
+        """A new incremental detokeniser; see `TextStream`."""
         words = self._stop_words(stops) if stops else None
-        return TextStream(self.detokenizer(skip_special), words, include_stop=include_stop, min_tokens=min_tokens)
+        return TextStream(self.detokenizer(special), words, include_stop=include_stop, min_tokens=min_tokens)
 
-    def detokenizer(self, skip_special: bool = True) -> Detokenizer:
+    def detokenizer(self, special: Special = Special.HIDDEN) -> Detokenizer:
         if self._has_byte_tokens:
-            return ByteDetokenizer(self._texts[skip_special])
-        return WindowDetokenizer(lambda token_ids: self._decode(token_ids, skip_special))
+            return ByteDetokenizer(self._texts[special])
+        hidden = self._hidden[special]
+        return WindowDetokenizer(lambda token_ids: self._decode([i for i in token_ids if i not in hidden], False))
 
     @property
     def _has_byte_tokens(self) -> bool:
@@ -232,7 +260,7 @@ class TextModel:
     def token_bytes(self, token_id: int) -> bytes:
         """What a token says in the middle of a text, special ones as written. Not always whole characters."""
         if self._has_byte_tokens:
-            return self._texts[False].bytes_of(token_id, False) or b""
+            return self._texts[Special.SHOWN].bytes_of(token_id, False) or b""
         return self._decode([token_id], skip_special=False).encode()
 
     def shown(self, token_id: int, skip_special: bool) -> bool:
@@ -242,10 +270,10 @@ class TextModel:
     def _decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special)
 
-    def _token_bytes(self, skip_special: bool, token_id: int, start: bool) -> bytes | None:
+    def _token_bytes(self, hidden: frozenset[int], token_id: int, start: bool) -> bytes | None:
         """See `TokenTexts`."""
         special = token_id in self._special
-        token = None if special and skip_special else self._tokenizer.id_to_token(token_id)
+        token = None if token_id in hidden else self._tokenizer.id_to_token(token_id)
         if token is None:
             return None
         if "ByteLevel" in self._decoders:

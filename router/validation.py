@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pdcore.config import CODEC_CHOICES, CODECS
 from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
+from pdcore.structured import StructuredOutput
 from pdcore.types import MAX_SAMPLES, PriorityClass, SamplingParams
 from protos import generation_pb2
 from protos.convert import structured_from_proto
+from router.conversation import ChatInput, read_chat
 from router.logit_validation import LogitParams, check_some_allowed, check_token_ids, logit_params
-from router.tokenizer import GenerationDefaults, TextModel
+from router.tokenizer import GenerationDefaults, Special, TextModel
+from router.tools.plan import ToolPlan, plan_tools
+from router.tools.tool import Choice
 from router.violations import Violations
 
 MAX_ID_CHARS = 128
@@ -30,7 +34,6 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = 2**31 - 1
 DEFAULT_MAX_TOKENS = 256
-CHAT_ROLES = ("system", "user", "assistant")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]+")
 
@@ -64,7 +67,8 @@ class GenerationRequest:
 
     `samples`: of the output, wanted. `kv_codec`: a codec's name or ``auto``; empty if the client did not say.
     `cache_salt`: see `RequestSpec`.
-    `include_stop`, `skip_special`: see `router.text.TextStream` and `router.tokenizer.TextModel.stream`.
+    `include_stop`: see `router.text.TextStream`. `special`: tokens that have a text.
+    `tools`: what its tools mean for the output; None if it has none.
     """
 
     request_id: str
@@ -77,7 +81,8 @@ class GenerationRequest:
     kv_codec: str = ""
     cache_salt: str = ""
     include_stop: bool = False
-    skip_special: bool = True
+    special: Special = Special.HIDDEN
+    tools: ToolPlan | None = None
     idempotency_key: str = ""
 
 
@@ -132,17 +137,20 @@ async def validate(
         stops = _stops(sampling.stop)
     wrong.check()
     logits = await logit_params(sampling, text_model, text_model.defaults, limits.vocab_size)
-    prompt = await _prompt_tokens(message, text_model, limits)
+    chat = _read_chat(message, text_model, limits)
+    tools, structure = _tools(chat, text_model, structured_from_proto(sampling))
+    prompt = await _prompt_tokens(message, chat, text_model, limits)
     params = _params(
         sampling,
         text_model,
+        structure=structure,
         logits=logits,
         stop_token_ids=stop_token_ids,
         prompt_tokens=len(prompt),
         limits=limits,
     )
-    if params.structured_output is not None:  # last, since it costs most
-        await text_model.structures.check(params.structured_output, limits.vocab_size)
+    if structure is not None:  # last, since it costs most
+        await _check_structure(structure, tools, text_model, limits)
     return GenerationRequest(
         request_id=request_id,
         prompt=tuple(prompt),
@@ -154,7 +162,8 @@ async def validate(
         kv_codec=message.kv_codec,
         cache_salt=message.cache_salt,
         include_stop=sampling.include_stop_str_in_output,
-        skip_special=sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True,
+        special=_special(sampling, tools),
+        tools=tools,
         idempotency_key=message.idempotency_key,
     )
 
@@ -169,8 +178,18 @@ async def tokenize_input(
     Raises:
         InvalidRequest: empty, too long (if by far, found without tokenising all of it), or refused by the template.
     """
+    return await _limited_tokens(message, _read_chat(message, text_model, limits), text_model, limits)
+
+
+async def _limited_tokens(
+    message: generation_pb2.TokenizeRequest | generation_pb2.GenerateRequest,
+    chat: ChatInput | None,
+    text_model: TextModel,
+    limits: Limits,
+) -> list[int]:
+    """See `tokenize_input`."""
     field = message.WhichOneof("input")
-    tokens = await _text_tokens(message, text_model, limits)
+    tokens = await _text_tokens(message, chat, text_model, limits)
     if len(tokens) > limits.context_tokens:
         raise InvalidRequest(
             str(field), f"has {len(tokens)} tokens, more than the context of {limits.context_tokens} tokens holds"
@@ -179,18 +198,19 @@ async def tokenize_input(
 
 
 async def _text_tokens(
-    message: generation_pb2.TokenizeRequest | generation_pb2.GenerateRequest, text_model: TextModel, limits: Limits
+    message: generation_pb2.TokenizeRequest | generation_pb2.GenerateRequest,
+    chat: ChatInput | None,
+    text_model: TextModel,
+    limits: Limits,
 ) -> list[int]:
-    match message.WhichOneof("input"):
-        case "prompt":
-            if not message.prompt:
-                raise InvalidRequest("prompt", "must not be empty")
-            _check_chars("prompt", len(message.prompt), text_model, limits)
-            return await text_model.tokenize(message.prompt, limits.context_tokens)
-        case "chat":
-            return await _chat_tokens(message.chat, text_model, limits)
-        case _:
-            raise InvalidRequest("input", "one of prompt and chat must be set")
+    if chat is not None:
+        return await text_model.tokenize_chat(chat.conversation, limits.context_tokens)
+    if message.WhichOneof("input") != "prompt":
+        raise InvalidRequest("input", "one of prompt and chat must be set")
+    if not message.prompt:
+        raise InvalidRequest("prompt", "must not be empty")
+    _check_chars("prompt", len(message.prompt), text_model, limits)
+    return await text_model.tokenize(message.prompt, limits.context_tokens)
 
 
 def new_request_id() -> str:
@@ -284,7 +304,7 @@ def _stops(stops: Sequence[str]) -> tuple[str, ...]:
 
 
 async def _prompt_tokens(
-    message: generation_pb2.GenerateRequest, text_model: TextModel, limits: Limits
+    message: generation_pb2.GenerateRequest, chat: ChatInput | None, text_model: TextModel, limits: Limits
 ) -> Sequence[int]:
     field = message.WhichOneof("input")
     if field is None:
@@ -297,7 +317,7 @@ async def _prompt_tokens(
         check_token_ids(name, tokens, limits.vocab_size)
     else:
         name = str(field)
-        tokens = await tokenize_input(message, text_model, limits)
+        tokens = await _limited_tokens(message, chat, text_model, limits)
         # A tokenizer may know added tokens that the model has no row for.
         check_token_ids(name, tokens, limits.vocab_size)
     if not tokens:
@@ -306,26 +326,40 @@ async def _prompt_tokens(
     return tokens
 
 
-async def _chat_tokens(chat: generation_pb2.Chat, text_model: TextModel, limits: Limits) -> list[int]:
-    if not text_model.has_chat_template:
-        raise InvalidRequest(
-            "chat", "this model's tokenizer has no chat template; write the conversation into prompt or token_ids"
-        )
-    if not chat.messages:
-        raise InvalidRequest("chat.messages", "must have at least one message")
-    if len(chat.messages) > limits.context_tokens:  # each is one token at least
-        raise InvalidRequest(
-            "chat.messages",
-            f"must be at most the context of {limits.context_tokens} tokens, got {len(chat.messages)}",
-        )
-    for index, entry in enumerate(chat.messages):
-        if entry.role not in CHAT_ROLES:
-            raise InvalidRequest(
-                f"chat.messages[{index}].role", f"must be one of {', '.join(CHAT_ROLES)}, got {entry.role[:32]!r}"
-            )
-    _check_chars("chat", sum(len(entry.content) for entry in chat.messages), text_model, limits)
-    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-    return await text_model.tokenize_chat(messages, limits.context_tokens)
+def _read_chat(
+    message: generation_pb2.TokenizeRequest | generation_pb2.GenerateRequest, text_model: TextModel, limits: Limits
+) -> ChatInput | None:
+    if message.WhichOneof("input") != "chat":
+        return None
+    max_chars = limits.context_tokens * text_model.max_token_chars
+    return read_chat(message.chat, text_model.chat_template, max_chars, limits.context_tokens)
+
+
+def _tools(
+    chat: ChatInput | None, text_model: TextModel, asked: StructuredOutput | None
+) -> tuple[ToolPlan | None, StructuredOutput | None]:
+    """What the request's tools mean, and the form that the output must have."""
+    if chat is None or chat.use is None:
+        return None, asked
+    plan = plan_tools(chat.use, text_model.tool_format, text_model.tool_tokens, asked)
+    return plan, plan.structure
+
+
+async def _check_structure(
+    structure: StructuredOutput, tools: ToolPlan | None, text_model: TextModel, limits: Limits
+) -> None:
+    try:
+        await text_model.structures.check(structure, limits.vocab_size)
+    except InvalidRequest as error:
+        if tools is None or not tools.own:
+            raise
+        raise InvalidRequest("chat.tools", f"the output cannot be held to their schemas: {error.problem}") from error
+
+
+def _special(sampling: generation_pb2.Sampling, tools: ToolPlan | None) -> Special:
+    if sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens:
+        return Special.SHOWN
+    return Special.HIDDEN if tools is None or tools.use.choice is Choice.NONE else Special.TOOLS
 
 
 def _check_chars(field: str, chars: int, text_model: TextModel, limits: Limits) -> None:
@@ -349,6 +383,7 @@ def _params(
     sampling: generation_pb2.Sampling,
     text_model: TextModel,
     *,
+    structure: StructuredOutput | None,
     logits: LogitParams,
     stop_token_ids: tuple[int, ...],
     prompt_tokens: int,
@@ -381,7 +416,7 @@ def _params(
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
         stop_token_ids=stops,
         min_tokens=min_tokens,
-        structured_output=structured_from_proto(sampling),
+        structured_output=structure,
         presence_penalty=logits.presence_penalty,
         frequency_penalty=logits.frequency_penalty,
         repetition_penalty=logits.repetition_penalty,

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import grpc
+from tokenizers import Tokenizer
 
 from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, RequestKey, Role
 from protos import kv_pb2, kv_pb2_grpc, membership_pb2, worker_pb2, worker_pb2_grpc
@@ -37,6 +38,12 @@ def null_token(request: worker_pb2.WorkerRequest, index: int) -> int:
 
 def token_of(prompt: tuple[int, ...], index: int, sample: int = 0) -> int:
     return zlib.crc32(repr((prompt, index, sample)).encode()) % 94
+
+
+def saying(text: str, tokenizer: Tokenizer, end: int) -> Script:
+    """A script that says this text, whatever the prompt, and then the end token."""
+    tokens = [*tokenizer.encode(text, add_special_tokens=False).ids, end]
+    return lambda _, index: tokens[min(index, len(tokens) - 1)]
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.config_file import load_config, to_yaml
-from cluster.config_sections import CodecChoice, PoolSection, QueueSection, SchedulerSection
+from cluster.config_sections import CodecChoice, PoolSection, QueueSection, SchedulerSection, ToolCallParser
 from cluster.kv_shape import kv_bytes_per_token
 from kv_transfer import frames
 from kv_transfer.codecs.registry import STANDARD
@@ -21,6 +21,7 @@ from pdcore.config import (
     CODECS,
     LOSSLESS_CODECS,
     QUEUE_POLICIES,
+    TOOL_CALL_PARSERS,
     KvCodecByClass,
     QueueConfig,
     TenantWeight,
@@ -337,6 +338,7 @@ def test_policy_names_are_the_same_everywhere() -> None:
 
 def test_codec_names_are_the_same_everywhere() -> None:
     assert get_args(CodecChoice) == CODEC_CHOICES
+    assert get_args(ToolCallParser) == TOOL_CALL_PARSERS
     assert set(LOSSLESS_CODECS) == frames.LOSSLESS_CODECS
     assert set(CODECS) == set(frames.CODEC_IDS)
     for codec in STANDARD:

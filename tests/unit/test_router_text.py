@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from pdcore.errors import InvalidRequest, ModelError
-from router.chat_template import ChatTemplate
+from router.chat_template import Arguments, ChatTemplate, Conversation
 from router.text import StopMatcher, StopWords, TextStream, WindowDetokenizer
-from router.tokenizer import GenerationDefaults, TextModel
-from tests.support.tiny_model import tiny_llama
+from router.tokenizer import GenerationDefaults, Special, TextModel
+from router.tools.formats import format_for
+from tests.support.tiny_model import CHAT_TEMPLATE, tiny_llama
+from tests.support.tool_model import tool_llama
 
 TEXTS = st.text(st.sampled_from("ab é日😀\n\u0301"), max_size=30)
 
@@ -232,7 +234,7 @@ def test_stop_strings_wait_for_the_least_number_of_tokens(model: TextModel) -> N
 def test_a_stop_tokens_text_is_shown_if_asked_for(model: TextModel) -> None:
     a = model._tokenizer.encode("a").ids[0]
     for include, skip, expected in ((False, False, "a"), (True, True, "a"), (True, False, "a<|eos|>")):
-        stream = model.stream(include_stop=include, skip_special=skip)
+        stream = model.stream(include_stop=include, special=Special.HIDDEN if skip else Special.SHOWN)
         assert stream.push(a) + stream.push(257, hidden=True) + stream.finish() == expected
     assert (lambda s: s.push(a) + s.push(a, hidden=True))(model.stream(include_stop=True)) == "aa"
 
@@ -241,7 +243,7 @@ def test_special_tokens_are_shown_if_asked_for(
     model: TextModel, sentencepiece_like: Tokenizer, words: Tokenizer
 ) -> None:
     a = model._tokenizer.encode("a").ids[0]
-    assert "".join(run(model.stream(skip_special=False), [256, a, 257, a])) == "<|bos|>a<|eos|>a"
+    assert "".join(run(model.stream(special=Special.SHOWN), [256, a, 257, a])) == "<|bos|>a<|eos|>a"
     assert "".join(run(model.stream(), [256, a, 257, a])) == "aa"  # asked one way, then the other
     for plain in (sentencepiece_like, words):
         tokenizer = Tokenizer.from_str(plain.to_str())
@@ -249,8 +251,24 @@ def test_special_tokens_are_shown_if_asked_for(
         special = tokenizer.token_to_id("<s>")
         other = TextModel(tokenizer, None, (), GenerationDefaults())
         ids = [special, *tokenizer.encode("ab ab").ids, special]
-        assert "".join(run(other.stream(skip_special=False), ids)) == tokenizer.decode(ids, skip_special_tokens=False)
+        assert "".join(run(other.stream(special=Special.SHOWN), ids)) == tokenizer.decode(
+            ids, skip_special_tokens=False
+        )
         assert "".join(run(other.stream(), ids)) == tokenizer.decode(ids)
+
+
+def test_marks_of_tool_calls_are_shown_though_special(tmp_path: Path, words: Tokenizer) -> None:
+    model = TextModel.load(tool_llama(tmp_path))
+    ids = [256, *model._tokenizer.encode("a<tool_call>{é}</tool_call>").ids, 257]
+    assert {510, 511} < set(ids)
+    assert "".join(run(model.stream(special=Special.TOOLS), ids)) == "a<tool_call>{é}</tool_call>"
+    assert "".join(run(model.stream(), ids)) == "a{é}"
+    tokenizer = Tokenizer.from_str(words.to_str())
+    tokenizer.add_special_tokens(["<s>", "<tool_call>"])
+    other = TextModel(tokenizer, None, (), GenerationDefaults(), format_for("hermes", None))
+    ids = tokenizer.encode("<s>ab<tool_call>ab<s>").ids
+    assert "".join(run(other.stream(special=Special.TOOLS), ids)).replace(" ", "") == "ab<tool_call>ab"
+    assert "".join(run(other.stream(), ids)) == tokenizer.decode(ids)
 
 
 def test_an_unfinished_character_is_shown_at_the_end(model: TextModel) -> None:
@@ -259,7 +277,7 @@ def test_an_unfinished_character_is_shown_at_the_end(model: TextModel) -> None:
 
 
 def test_a_stop_string_that_the_end_completes(model: TextModel) -> None:
-    stream = model.stream(["a\ufffd"])
+    stream = model.stream(("a\ufffd",))
     ids = model._tokenizer.encode("baé").ids[:-1]
     assert "".join(run(stream, ids)) == "b"
     assert stream.stopped
@@ -295,7 +313,10 @@ def test_templates_render_as_transformers_does(source: str, tmp_path: Path) -> N
         {"role": "assistant", "content": "yes"},
     ]
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ChatTemplate(source, {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}).render(messages) == expected
+    assert (
+        ChatTemplate(source, {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}).render(Conversation(tuple(messages)))
+        == expected
+    )
 
 
 async def test_tokenizes_as_transformers_does(tmp_path: Path) -> None:
@@ -307,20 +328,74 @@ async def test_tokenizes_as_transformers_does(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hé 日本"}]
     assert await model.tokenize("hé <|eos|> 日本", 64) == reference("hé <|eos|> 日本")["input_ids"]
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert await model.tokenize_chat(messages, 64) == expected
+    assert await model.tokenize_chat(Conversation(tuple(messages)), 64) == expected
     assert model.end_token_ids == (257,)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}}}
+
+
+def test_tools_and_their_calls_render_as_transformers_does(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tool_llama(tmp_path)
+    reference = AutoTokenizer.from_pretrained(folder)
+    call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": Arguments({"x": "é", "y": [1]})}}
+    messages = (
+        {"role": "user", "content": "go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "c"},
+    )
+    template = ChatTemplate((folder / "chat_template.jinja").read_text(), {})
+    for thinking in ({}, {"enable_thinking": False}):
+        expected = reference.apply_chat_template(
+            list(messages), tools=[TOOL], tokenize=False, add_generation_prompt=True, **thinking
+        )
+        assert template.render(Conversation(messages, (TOOL,), thinking)) == expected
+    assert '{"name": "f", "arguments": {"x": "é", "y": [1]}}' in expected
+    assert expected.endswith("<assistant>!")
+
+
+def test_arguments_are_an_object_or_json_text() -> None:
+    messages = ({"role": "assistant", "content": None, "arguments": Arguments({"x": "é"})},)
+    text = """{% set a = messages[0].arguments %}{{ a | tojson }} {{ a }} {{ "x" + a + "y" }} {{ a ~ "" }} {{ a.x }}
+{%- for key, value in a | items %} {{ key }}={{ value }}{% endfor %}"""
+    json_text = '{"x": "é"}'
+    expected = f"{json_text} {json_text} x{json_text}y {json_text} é x=é"
+    assert ChatTemplate(text, {}).render(Conversation(messages)) == expected
+
+
+def test_a_final_message_is_continued() -> None:
+    messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b a "})
+    assert (
+        ChatTemplate(CHAT_TEMPLATE, {}).render(Conversation(messages, continue_final=True))
+        == "<user>a\n<assistant>b a "
+    )
+    for source in ("{{ messages[0].content }}", "{{ messages[1].content }}{{ messages[1].content }}"):
+        with pytest.raises(InvalidRequest, match="does not end with the last message") as caught:
+            ChatTemplate(source, {}).render(Conversation(messages, continue_final=True))
+        assert caught.value.field == "chat.continue_final_message"
+
+
+def test_what_templates_look_at() -> None:
+    plain, tools = ChatTemplate(CHATML, {}), ChatTemplate("{% if x %}{% set tools = y %}{% endif %}{{ tools }}", {})
+    assert (plain.uses_tools, tools.uses_tools) == (False, True)
+    assert not ChatTemplate("{% set tools = [] %}tools", {}).uses_tools
+    assert ChatTemplate("{{ message['content'] is none }}", {}).wants_none
+    assert not plain.wants_none
+    assert ChatTemplate("{{ role == 'developer' }}", {}).knows_developers
 
 
 def test_a_template_that_refuses() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidRequest, match="roles must alternate"):
-        template.render([{"role": "user", "content": "x"}])
+        template.render(Conversation(({"role": "user", "content": "x"},)))
 
 
 def test_a_template_cannot_reach_out() -> None:
     template = ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}", {})
     with pytest.raises(InvalidRequest):
-        template.render([{"role": "user", "content": "x"}])
+        template.render(Conversation(({"role": "user", "content": "x"},)))
 
 
 def test_a_template_that_does_not_compile() -> None:

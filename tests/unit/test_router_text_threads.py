@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from router.chat_template import Conversation
 from router.text_threads import LONG_THREADS, SHORT_CHARS, TextThreads
 from router.tokenizer import TextModel
 from tests.support.tiny_model import tiny_llama
@@ -79,13 +80,15 @@ async def test_a_prompt_is_not_kept_waiting_by_long_ones(
 
     monkeypatch.setattr(model, "_encode", slow_if_long)
     text = "word " * SHORT_CHARS
-    messages = [{"role": "user", "content": text}]
+    conversation = Conversation(({"role": "user", "content": text},), chars=len(text))
     long = [asyncio.create_task(model.tokenize(text, len(text))) for _ in range(2)]
-    long += [asyncio.create_task(model.tokenize_chat(messages, 2 * len(text))) for _ in range(2)]
+    long += [asyncio.create_task(model.tokenize_chat(conversation, 2 * len(text))) for _ in range(2)]
     await until(lambda: gate.begun == LONG_THREADS)
     short = await asyncio.wait_for(model.tokenize("word", 10), 20.0)
     assert await asyncio.wait_for(model.detokenize(short), 20.0) == "word"
-    assert await asyncio.wait_for(model.tokenize_chat([{"role": "user", "content": "word"}], 100), 20.0)
+    assert await asyncio.wait_for(
+        model.tokenize_chat(Conversation(({"role": "user", "content": "word"},)), 100), 20.0
+    )
     assert not any(task.done() for task in long)
     gate.open.set()
     assert all(await asyncio.wait_for(asyncio.gather(*long), 20.0))

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from pdcore.errors import InvalidRequest, UnknownModel
+from pdcore.structured import StructureKind
 from pdcore.types import PriorityClass
-from protos import generation_pb2
+from protos import generation_pb2, worker_pb2
 from router.client import Sampling, build_request
-from router.tokenizer import SLICE_CHARS, TextModel
+from router.tokenizer import SLICE_CHARS, Special, TextModel
+from router.tools.events import Content
 from router.validation import GenerationRequest, Limits, tokenize_input, validate
 from tests.support.tiny_model import tiny_llama
+from tests.support.tool_model import tool_llama
 
 # The tokenizer knows one token, <|eos|>, that is past this vocabulary.
 LIMITS = Limits(context_tokens=64, vocab_size=257)
@@ -48,7 +53,7 @@ BAD = {
     "empty prompt": (build_request(""), "prompt", "must not be empty"),
     "empty token ids": (build_request([]), "token_ids.ids", "at least one token"),
     "no messages": (raw(chat=generation_pb2.Chat()), "chat.messages", "at least one message"),
-    "role": (build_request([{"role": "tool", "content": "x"}]), "chat.messages[0].role", "system, user, assistant"),
+    "role": (build_request([{"role": "bot", "content": "x"}]), "chat.messages[0].role", "system, .*assistant, tool"),
     "token id": (build_request([1, 257]), "token_ids.ids[1]", "below the vocabulary size 257, got 257"),
     "text token": (build_request("x<|eos|>"), "prompt[1]", "below the vocabulary size 257, got 257"),
     "prompt length": (build_request("x" * 64), "prompt", "has 64 tokens; .* context of 64 tokens"),
@@ -140,7 +145,7 @@ async def test_defaults(model: TextModel) -> None:
     assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
     assert (params.logit_bias, params.allowed_token_ids, params.bad_words) == ((), (), ())
     assert (params.logprobs, params.prompt_logprobs) == (None, None)
-    assert (request.include_stop, request.skip_special) == (False, True)
+    assert (request.include_stop, request.special) == (False, Special.HIDDEN)
     assert request.priority is PriorityClass.STANDARD
     assert re.fullmatch("[0-9a-f]{16}", request.request_id)
     other = await check(build_request("hello"), model)
@@ -185,7 +190,7 @@ async def test_what_changes_logits(model: TextModel) -> None:
     assert params.logit_bias == ((3, 1.5), (9, -100.0))
     assert params.allowed_token_ids == (3, 5)
     assert (params.logprobs, params.prompt_logprobs) == (0, 20)
-    assert (request.include_stop, request.skip_special) == (True, False)
+    assert (request.include_stop, request.special) == (True, Special.SHOWN)
     assert (await check(ok(repetition_penalty=0.01), model)).params.repetition_penalty == pytest.approx(0.01)
 
 
@@ -232,6 +237,206 @@ async def test_generation_config_defaults(tmp_path_factory: pytest.TempPathFacto
 async def test_chat_is_rendered(model: TextModel) -> None:
     request = await check(build_request([{"role": "user", "content": "hi"}]), model)
     assert request.prompt == tuple(await model.tokenize("<user>hi\n<assistant>", 64))
+
+
+# -- tools ----------------------------------------------------------------------------------------------------------
+
+USER = generation_pb2.ChatMessage(role="user", content="x")
+F = generation_pb2.Tool(
+    name="f", description="F.", parameters='{"type": "object", "properties": {"n": {"type": "integer"}}}'
+)
+REQUIRED, NONE = generation_pb2.TOOL_CHOICE_MODE_REQUIRED, generation_pb2.TOOL_CHOICE_MODE_NONE
+
+
+@pytest.fixture(scope="module")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
+    model = TextModel.load(tool_llama(tmp_path_factory.mktemp("tools")))
+    yield model
+    model.close()
+
+
+def chat(*messages: generation_pb2.ChatMessage, **fields: Any) -> generation_pb2.GenerateRequest:
+    return raw(chat=generation_pb2.Chat(messages=messages or [USER], **fields))
+
+
+def says(role: str, content: str = "x", **fields: Any) -> generation_pb2.ChatMessage:
+    return generation_pb2.ChatMessage(role=role, content=content, **fields)
+
+
+def call(**fields: Any) -> generation_pb2.ToolCall:
+    return generation_pb2.ToolCall(**fields)
+
+
+def choice(mode: Any = 0, *names: str) -> generation_pb2.ToolChoice:
+    return generation_pb2.ToolChoice(mode=mode, names=names)
+
+
+def tool(**fields: Any) -> generation_pb2.Tool:
+    return generation_pb2.Tool(**({"name": "f"} | fields))
+
+
+DEEP = '{"x": ' * 70 + "1" + "}" * 70
+# ruff: noqa: E501  # rows of a table
+
+BAD_CHATS = {
+    "name": (chat(says("user", name="n" * 65)), "chat.messages[0].name", "at most 64 characters, got 65"),
+    "call id": (chat(says("tool", tool_call_id="n" * 129)), "chat.messages[0].tool_call_id", "at most 128"),
+    "call id of a user": (chat(says("user", tool_call_id="c")), "chat.messages[0].tool_call_id", "role tool"),
+    "calls of a user": (chat(says("user", tool_calls=[call(name="f")])), "chat.messages[0].tool_calls", "assistant"),
+    "call without a name": (chat(says("assistant", tool_calls=[call()])), "chat.messages[0].tool_calls[0].name", "empty"),
+    "call's name": (
+        chat(says("assistant", tool_calls=[call(name="f" * 257)])),
+        "chat.messages[0].tool_calls[0].name",
+        "at most 256",
+    ),
+    "call's id": (
+        chat(says("assistant", tool_calls=[call(name="f", id="i" * 129)])),
+        "chat.messages[0].tool_calls[0].id",
+        "at most 128",
+    ),
+    "many calls": (chat(says("assistant", tool_calls=[call(name="f")] * 129)), "chat.messages[0].tool_calls", "at most 128"),
+    "hopeless arguments": (
+        chat(says("assistant", tool_calls=[call(name="f", arguments="x" * 10**6)])),
+        "chat",
+        "cannot fit",
+    ),
+    "tools": (chat(tools=[tool()] * 129), "chat.tools", "at most 128, got 129"),
+    "tool name": (chat(tools=[tool(name="f g")]), "chat.tools[0].name", "1 to 64 letters, digits, _ or -, got 'f g'"),
+    "no tool name": (chat(tools=[tool(name="")]), "chat.tools[0].name", "1 to 64"),
+    "same tool": (chat(tools=[F, tool(name="g"), F]), "chat.tools[2].name", "'f' is the name of another"),
+    "schema": (chat(tools=[tool(parameters="{")]), "chat.tools[0].parameters", "must be a JSON object: "),
+    "schema list": (chat(tools=[tool(parameters="[]")]), "chat.tools[0].parameters", "must be a JSON object"),
+    "schema type": (chat(tools=[tool(parameters='{"type": "string"}')]), "chat.tools[0].parameters", "of an object"),
+    "deep schema": (chat(tools=[tool(parameters=DEEP)]), "chat.tools[0].parameters", "at most 64 levels"),
+    "very deep schema": (chat(tools=[tool(parameters='{"x":' * 12_000)]), "chat.tools[0].parameters", "at most 64 levels"),
+    "large schema": (
+        chat(tools=[tool(parameters=json.dumps({"x": "y" * (64 << 10)}))]),
+        "chat.tools[0].parameters",
+        "at most 65536 bytes",
+    ),
+    "choice": (chat(tools=[F], tool_choice=choice(9)), "chat.tool_choice.mode", "got 9"),
+    "choice of nothing": (chat(tool_choice=choice(REQUIRED)), "chat.tool_choice", "needs tools"),
+    "choice of another": (chat(tools=[F], tool_choice=choice(0, "f", "g")), "chat.tool_choice.names[1]", "got 'g'"),
+    "choice and form": (
+        raw(
+            chat=generation_pb2.Chat(messages=[USER], tools=[F], tool_choice=choice(REQUIRED)),
+            sampling=generation_pb2.Sampling(structured_output=worker_pb2.StructuredOutput(json_object=True)),
+        ),
+        "sampling.structured_output.json_object",
+        "cannot be had where chat.tool_choice requires a call",
+    ),
+    "form and tools": (
+        raw(
+            chat=generation_pb2.Chat(messages=[USER], tools=[F]),
+            sampling=generation_pb2.Sampling(structured_output=worker_pb2.StructuredOutput(regex="x")),
+        ),
+        "sampling.structured_output.regex",
+        "together with tools; json_schema and json_object can",
+    ),
+    "strict": (
+        chat(tools=[tool(strict=True, parameters='{"type": "object", "properties": {"x": {"uniqueItems": true}}}')]),
+        "chat.tools",
+        "cannot be held to their schemas.*uniqueItems",
+    ),
+    "continued user": (chat(continue_final_message=True), "chat.continue_final_message", "with the role assistant"),
+    "variables": (chat(template_arguments="[1]"), "chat.template_arguments", "JSON object"),
+    "variable": (chat(template_arguments='{"a b": 1}'), "chat.template_arguments", "'a b' is not the name"),
+    "router's variable": (chat(template_arguments='{"tools": 1}'), "chat.template_arguments", "tools is set by"),
+    "large variables": (
+        chat(template_arguments=json.dumps({"x": "y" * (16 << 10)})),
+        "chat.template_arguments",
+        "at most 16384 bytes",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "field", "problem"), BAD_CHATS.values(), ids=BAD_CHATS.keys())
+async def test_bad_chats_name_field_and_limit(
+    tool_model: TextModel, message: generation_pb2.GenerateRequest, field: str, problem: str
+) -> None:
+    limits = Limits(context_tokens=10_000, vocab_size=512)
+    with pytest.raises(InvalidRequest) as caught:
+        await validate(message, text_model=tool_model, served_name="tiny", limits=limits, in_flight=())
+    assert caught.value.field == field
+    assert re.search(problem, caught.value.problem), caught.value.problem
+
+
+async def wide(message: generation_pb2.GenerateRequest, model: TextModel) -> GenerationRequest:
+    limits = Limits(context_tokens=2000, vocab_size=512)
+    return await validate(message, text_model=model, served_name="tiny", limits=limits, in_flight=())
+
+
+async def test_a_template_without_tools_refuses_them(model: TextModel) -> None:
+    with pytest.raises(InvalidRequest, match=r"chat\.tools: .*knows of no tools"):
+        await wide(chat(tools=[F]), model)
+    with pytest.raises(InvalidRequest, match=r"tool_calls: .*knows of no tool calls"):
+        await wide(chat(says("assistant", tool_calls=[call(name="f")])), model)
+    assert (await wide(chat(), model)).tools is None
+
+
+async def test_tools_and_calls_are_rendered(tool_model: TextModel) -> None:
+    message = chat(
+        says("developer", "d"),
+        USER,
+        says("assistant", "", tool_calls=[call(id="c", name="f", arguments='{"n":  1}')]),
+        says("tool", "done", tool_call_id="c", name="f"),
+        tools=[F],
+        template_arguments='{"enable_thinking": false}',
+    )
+    described = json.dumps(
+        {"type": "function", "function": {"name": "f", "description": "F.", "parameters": json.loads(F.parameters)}}
+    )
+    expected = (
+        f"<tool>{described}</tool>"
+        '<tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>\n'
+        '<system>d\n<user>x\n<assistant><tool_call>\n{"name": "f", "arguments": {"n": 1}}\n</tool_call>\n'
+        "<tool>done\n<assistant>!"
+    )
+    request = await wide(message, tool_model)
+    assert request.prompt == tuple(await tool_model.tokenize(expected, 2000))
+    assert 510 in request.prompt
+    assert request.special is Special.TOOLS
+    assert request.params.structured_output is None
+    tokens = await tokenize_input(
+        generation_pb2.TokenizeRequest(chat=message.chat), tool_model, Limits(context_tokens=2000, vocab_size=512)
+    )
+    assert tokens == list(request.prompt)
+
+
+@pytest.mark.parametrize("arguments", ["", "{", "[1]", DEEP])
+async def test_arguments_that_are_wrong_stay_as_they_are(tool_model: TextModel, arguments: str) -> None:
+    request = await wide(chat(says("assistant", "", tool_calls=[call(name="f", arguments=arguments)])), tool_model)
+    written = json.dumps(arguments) if arguments else "{}"
+    text = f'<assistant><tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>\n<assistant>'
+    assert request.prompt == tuple(await tool_model.tokenize(text, 2000))
+
+
+async def test_no_tools_are_told_where_none_may_be_called(tool_model: TextModel) -> None:
+    request = await wide(chat(tools=[F], tool_choice=choice(NONE)), tool_model)
+    assert request.prompt == (await wide(chat(), tool_model)).prompt
+    assert request.special is Special.HIDDEN
+    assert request.tools is not None
+    assert request.tools.parser().feed("<tool_call>") == [Content("<tool_call>")]
+
+
+async def test_the_final_message_goes_on(tool_model: TextModel) -> None:
+    request = await wide(chat(USER, says("assistant", "It is "), continue_final_message=True), tool_model)
+    assert request.prompt == tuple(await tool_model.tokenize("<user>x\n<assistant>It is ", 2000))
+
+
+async def test_wanted_calls_are_a_grammar(tool_model: TextModel) -> None:
+    several = await wide(chat(tools=[F, tool(name="g")], tool_choice=choice(REQUIRED)), tool_model)
+    one = await wide(chat(tools=[F, tool(name="g")], tool_choice=choice(REQUIRED, "g")), tool_model)
+    single = await wide(chat(tools=[F], tool_choice=choice(REQUIRED), parallel_tool_calls=False), tool_model)
+    for request in (several, one, single):
+        assert request.params.structured_output is not None
+        assert request.params.structured_output.kind is StructureKind.GRAMMAR
+        assert "<[510]>" in request.params.structured_output.sources[0]
+    sources = [request.params.structured_output.sources[0] for request in (several, one, single)]  # type: ignore[union-attr]
+    assert ["args_1" in source for source in sources] == [True, False, False]
+    assert [")*" in source for source in sources] == [True, True, False]
+    assert (await wide(chat(tools=[tool(strict=True)]), tool_model)).params.structured_output is not None
+    assert (await wide(chat(tools=[F], tool_choice=choice(0, "f")), tool_model)).params.structured_output is not None
 
 
 class Encodes:
