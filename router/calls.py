@@ -100,6 +100,8 @@ class Calls:
         self._claims = claims
         self.metrics = CallMetrics()
         self._running: set[Call] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._pacer = Pacer(clock.now())
         self._turns = Turns()
 
@@ -177,6 +179,7 @@ class Calls:
 
     async def _run(self, call: Call, sink: Sink) -> None:
         self._running.add(call)
+        self._idle.clear()
         try:
             await asyncio.sleep(0)  # what the request's worker is told first goes out before this does
             await sink.begin(call)
@@ -186,6 +189,8 @@ class Calls:
         finally:
             call.cancel()
             self._running.discard(call)
+            if not self._running:
+                self._idle.set()
             for sample in call.samples:
                 if sample.terminal is not None:
                     self.metrics.ended(call.request.priority, sample.terminal, call.arrived)
@@ -233,6 +238,15 @@ class Calls:
                 raise error
             if chunk.end is not None:
                 return
+
+    async def finished(self, timeout_s: float) -> bool:
+        """Wait until clients have all that there is for them; False if some have not within `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def watch_stalls(self) -> None:
         """Cancel calls whose client takes nothing for `client_stall_timeout_s`. Runs until cancelled."""

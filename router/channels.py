@@ -16,10 +16,13 @@ _INTERNAL_KEEPALIVE = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
 )
 
-# Clients on the outside ping as they like, or not at all for days; they are never sent away for it.
+# Clients on the outside ping as they like, or not at all for days; they are never sent away for it. One that vanished
+# is noticed by its silence. The time-out of keepalive alone is not enough: whatever comes while a ping is on its way
+# stops it, and then only the one of pings, a minute by default, sees that no answer comes.
 _PUBLIC_KEEPALIVE = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 0),

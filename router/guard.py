@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from pdcore.errors import InternalError, InvalidRequest, RequestError, UnknownMethod
 from router.api_keys import Door
+from router.arrivals import Arrivals
 from router.validation import new_request_id, usable_id
 from router.wire_errors import abort
 
@@ -39,9 +40,13 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         open_to_all: services (``package.Service``) and methods (``package.Service/Method``) that need no key.
+
+    Attributes:
+        arrivals: of the calls of all other methods.
     """
 
     def __init__(self, door: Door, open_to_all: Collection[str]) -> None:
+        self.arrivals = Arrivals()
         self._door = door
         self._open_to_all = frozenset(open_to_all)
 
@@ -55,6 +60,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return _refusing(UnknownMethod(f"there is no method {details.method[:256]!r} here"))
         method = details.method.lstrip("/")
         if method not in self._open_to_all and method.partition("/")[0] not in self._open_to_all:
+            self.arrivals.note()
             try:
                 self._door.caller(details.invocation_metadata or ())
             except RequestError as error:

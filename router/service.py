@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import RouterConfig
@@ -26,8 +25,11 @@ from router.claims import Claims
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
 from router.guard import Guard
+from router.health import OVERALL, POOLS, Health, states_of
 from router.membership import MembershipWatcher
 from router.metrics import RouterMetrics
+from router.reflection import SERVICES as REFLECTION
+from router.reflection import serve_reflection
 from router.registration import RouterRegistration
 from router.tokenizer import TextModel
 
@@ -38,10 +40,15 @@ logger = logging.getLogger(__name__)
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-OPEN_TO_ALL = (ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+OPEN_TO_ALL = (ADMIN, HEALTH, *REFLECTION)
 """Services that need no API key."""
 
 STOP_GRACE_S = 0.5
+QUIET_S = 0.25
+"""Calls that are on their way when a server stops are lost. So it stops when none has come for so long ..."""
+MAX_NOTICE_S = 5.0
+"""... or after this, since clients may be told where to go for ever."""
 
 
 class RouterServer:
@@ -52,8 +59,9 @@ class RouterServer:
         new --start--> serving --drain--> draining --stop--> stopped
                           '--------------stop--------------'
 
-    Health is SERVING for ``""`` and every service while a request can be routed: a decode or aggregated worker is
-    connected and the router does not drain.
+    Draining, it refuses new requests with `Draining`, is NOT_SERVING for whoever watches its health, and is listed so
+    by the controller; once clients have turned away it stops listening and sends GOAWAY on every connection, which
+    stays for the streams that run and ends with the last.
 
     Args:
         on_replaced: called with the controller's words if another incarnation of this router has taken its place; it
@@ -72,8 +80,7 @@ class RouterServer:
         self.http_address = ""
         self.incarnation = uuid.uuid4().hex
         self._clock = clock or MonotonicClock()
-        self._health = health.aio.HealthServicer()
-        self._serving: bool | None = None
+        self._health = Health((OVERALL, GENERATION, ADMIN, *POOLS))
         self._changed = asyncio.Event()
         self._dispatcher = Dispatcher(
             config,
@@ -93,8 +100,12 @@ class RouterServer:
         self._registration: RouterRegistration | None = None
         self._text_model: TextModel | None = None
         self.metrics: RouterMetrics | None = None
+        self._calls: Calls | None = None
+        self._guard: Guard | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
+        self._going_away: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -110,11 +121,11 @@ class RouterServer:
         path = config.api_keys_file
         keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path), config.tool_call_parser)
-        calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
+        calls = self._calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
         door = Door(keys)
         generation = GenerationService(calls, door)
-        guard = Guard(door, OPEN_TO_ALL)
+        guard = self._guard = Guard(door, OPEN_TO_ALL)
         server = grpc.aio.server(interceptors=(guard,), options=public_server_options(config.max_message_bytes))
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)
         admin = AdminService(
@@ -122,7 +133,7 @@ class RouterServer:
         )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+        serve_reflection(server, (GENERATION, ADMIN, HEALTH))
         wanted = f"{config.host}:{config.grpc_port}"
         try:
             port = server.add_insecure_port(wanted)
@@ -137,7 +148,6 @@ class RouterServer:
                 self._text_model.close()
                 await server.stop(None)
                 raise
-        await self._set_health(False)
         self._claims.start()
         await server.start()
         self._server = server
@@ -163,13 +173,28 @@ class RouterServer:
             timeout_s: None takes the configured one.
 
         Returns:
-            Whether every request finished by itself.
+            Whether every request finished by itself, and its client has it all.
         """
+        timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
+        ends = self._clock.now() + timeout_s
         self._dispatcher.begin_drain()
         if self._registration is not None:
             self._registration.drain()
-        await self._set_health(False)
-        return await self._dispatcher.drain(self.config.drain_timeout_s if timeout_s is None else timeout_s)
+        self._health.close()
+        if self._going_away is None:
+            self._going_away = asyncio.create_task(self._go_away(timeout_s), name="router-goes-away")
+        drained = await self._dispatcher.drain(timeout_s)
+        if self._calls is not None:
+            drained = await self._calls.finished(max(STOP_GRACE_S, ends - self._clock.now())) and drained
+        await asyncio.wait([self._going_away])
+        return drained
+
+    async def _go_away(self, timeout_s: float) -> None:
+        """Once it is quiet, stop listening and tell every connection to end with its streams."""
+        if self._guard is not None and self._server is not None:
+            await self._guard.arrivals.quiet(QUIET_S, min(MAX_NOTICE_S, timeout_s / 2))
+            stopping = self._server.stop(timeout_s + STOP_GRACE_S)
+            self._stopping = asyncio.create_task(stopping, name="router-server-stops")
 
     async def stop(self) -> None:
         """End everything at once: running requests with UNAVAILABLE, sessions, server. Idempotent."""
@@ -181,14 +206,18 @@ class RouterServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._watcher.stop()
-        await self._set_health(False)
+        self._health.close()
+        if self._going_away is not None:
+            self._going_away.cancel()
         await self._dispatcher.stop()
         if self._registration is not None:
             await self._registration.stop()
-        # Calls that were just ended get their status out; health watchers, which never end, are cut off after it.
+        # Calls that were just ended get their status out; those of other services are cut off after it.
         await asyncio.gather(
             server.stop(STOP_GRACE_S), *([] if self._http is None else [self._http.stop(STOP_GRACE_S)])
         )
+        if self._stopping is not None:
+            await self._stopping
         await self._claims.stop()
         if self._text_model is not None:
             self._text_model.close()
@@ -197,7 +226,7 @@ class RouterServer:
     async def _start_http(self, calls: Calls, door: Door, metrics: RouterMetrics) -> HttpServer:
         from router.openai.server import HttpServer  # pydantic comes with it, which nothing else of a router needs
 
-        http = HttpServer(self.config, calls, door, metrics, serving=lambda: bool(self._serving))
+        http = HttpServer(self.config, calls, door, metrics, serving=lambda: self._health.serving(OVERALL))
         await http.start()
         self.http_address = http.address
         return http
@@ -227,15 +256,9 @@ class RouterServer:
     async def _follow_health(self) -> None:
         while True:
             self._changed.clear()
-            await self._set_health(self._dispatcher.pool.route_possible and not self._dispatcher.draining)
+            before = self._health.serving(OVERALL)
+            self._health.set(states_of(self._dispatcher.pool.fleet(), by_workers=(GENERATION,), always=(ADMIN,)))
+            serving = self._health.serving(OVERALL)
+            if serving != before:
+                logger.info("router %s is %s", self.config.router_id, "ready" if serving else "not ready")
             await self._changed.wait()
-
-    async def _set_health(self, serving: bool) -> None:
-        if serving == self._serving:
-            return
-        self._serving = serving
-        states = health_pb2.HealthCheckResponse
-        state = states.SERVING if serving else states.NOT_SERVING
-        for name in (health.OVERALL_HEALTH, GENERATION, ADMIN):
-            await self._health.set(name, state)
-        logger.info("router %s is %s", self.config.router_id, "ready" if serving else "not ready")

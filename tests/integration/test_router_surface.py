@@ -225,6 +225,7 @@ async def test_reflection_lists_every_service(model: Path) -> None:
             GENERATION,
             "pdserve.v1.Admin",
             "grpc.health.v1.Health",
+            "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
         }
 
@@ -342,8 +343,7 @@ async def test_drain_lets_requests_finish(model: Path) -> None:
         await gate.reached.wait()
         draining = asyncio.ensure_future(cluster.router.drain(20.0))
         await until(lambda: cluster.dispatcher.draining, "it drains")
-        assert await health(cluster.router.address) == NOT_SERVING
-        with pytest.raises(Unavailable, match="draining"):
+        with pytest.raises(Unavailable):  # test_connections.py has the details
             await cluster.client.complete([1])
         gate.opened.set()
         assert (await running).token_ids == expected([1], 6)
