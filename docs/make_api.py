@@ -36,8 +36,8 @@ PUBLIC = ("generation", "open_inference", "admin")
 INTRODUCTION = """\
 # The public interfaces
 
-Made from the `.proto` files and the OpenAPI description by `make api`; `make check` fails if it is out of date. For gRPC
-the `.proto` files count, with which the router also answers reflection. `GET /openapi.json` has the HTTP part.
+Made from the `.proto` files and the OpenAPI description by `make api`; `make check` fails if it is out of date. For
+gRPC the `.proto` files count, with which the router also answers reflection. `GET /openapi.json` has the HTTP part.
 """
 
 # Numbers of fields in descriptor.proto, of which the paths of comments are made.
