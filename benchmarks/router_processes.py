@@ -102,7 +102,7 @@ class _Role:
 async def _be_router(order: Mapping[str, Any]) -> _Role:
     router = RouterServer(RouterConfig(**order["config"]))
     await router.start()
-    print(json.dumps({"address": router.address}), flush=True)
+    print(json.dumps({"address": router.address, "http_address": router.http_address}), flush=True)
     return _Role(dict, router.stop)
 
 

@@ -30,6 +30,9 @@ from google.protobuf.descriptor_pb2 import (  # noqa: E402
 )
 from grpc_tools import protoc  # noqa: E402
 
+from router.openai.app import make_app  # noqa: E402
+from router.openai.face import Face  # noqa: E402
+
 PUBLIC = ("generation", "open_inference", "admin")
 """Whose services clients call."""
 
@@ -292,9 +295,10 @@ def kind_of(schema: Mapping[str, Any]) -> str:
 
 def text() -> str:
     """What docs/api.md has to be."""
-    from router.openai.app import description
-
-    parts = [INTRODUCTION, *grpc_part(compiled()), *http_part(description())]
+    # Paths are described whether or not there is a router behind them.
+    nothing: Any = None
+    face = Face(nothing, nothing, nothing, served_name="", serving=lambda: False, max_body_bytes=0)
+    parts = [INTRODUCTION, *grpc_part(compiled()), *http_part(make_app(face).openapi())]
     return "\n".join(parts).rstrip() + "\n"
 
 
