@@ -84,7 +84,8 @@ def make_app(face: Face) -> FastAPI:
         else:
             ok["model"] = answer
         if events:
-            schema = {"type": "string", "description": f"Events: `data: ` and a {events}; `data: [DONE]` at the end."}
+            data = {"type": "string", "description": f"A {events} as JSON; in the last event [DONE]."}
+            schema = {"type": "object", "description": "Of each event.", "properties": {"data": data}}
             ok["content"] = {"text/event-stream": {"schema": schema}}
         responses: dict[int | str, dict[str, Any]] = {200: ok}
         for status in errors:

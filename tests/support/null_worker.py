@@ -8,11 +8,12 @@ manifest without frames.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -34,6 +35,18 @@ MODEL = ModelInfo(name="null", digest="0" * 16, max_model_len=4096, vocab_size=5
 def null_token(request: worker_pb2.WorkerRequest, index: int) -> int:
     """A token below 94 that depends on prompt, index and sample only (printable in the tiny tokenizer)."""
     return token_of(tuple(request.prompt), index, request.sample)
+
+
+def null_logprobs(start: int, token_ids: Sequence[int], top: int) -> worker_pb2.Logprobs:
+    """Each token has half of the probability, the next one in the vocabulary a half of the rest, and so on."""
+    values = [math.log(0.5 ** (rank + 1)) for rank in range(top)]
+    return worker_pb2.Logprobs(
+        start=start,
+        top=top,
+        values=[math.log(0.5)] * len(token_ids),
+        top_ids=[token + rank for token in token_ids for rank in range(top)],
+        top_values=values * len(token_ids),
+    )
 
 
 def token_of(prompt: tuple[int, ...], index: int, sample: int = 0) -> int:
@@ -356,6 +369,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             await asyncio.sleep(self.step_s)
         done = worker_pb2.PrefillDone(queued_s=0.001, compute_s=0.002, chunks=1, cached_tokens=self.cached_tokens)
         self._notice(job, prefill_done=done)
+        self._score_prompt(job)
         samples = job.samples
         if all([self._token(job.session, sample, index) for sample in samples]):
             self._release(job)
@@ -439,7 +453,13 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             )
             self._branch(job)
         else:
+            self._score_prompt(job)
             await self._decode(job)
+
+    def _score_prompt(self, job: _Job) -> None:
+        sampling, prompt = job.request.sampling, list(job.request.prompt)
+        if sampling.HasField("prompt_logprobs") and len(prompt) > 1:
+            self._notice(job, prompt_logprobs=null_logprobs(1, prompt[1:], sampling.prompt_logprobs))
 
     def _branch(self, trunk: _Job) -> None:
         """Put its branches in the place of a trunk."""
@@ -481,6 +501,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             finish = worker_pb2.TOKEN_FINISH_STOP
         elif index + 1 >= sampling.max_tokens:
             finish = worker_pb2.TOKEN_FINISH_LENGTH
+        wanted = sampling.HasField("logprobs")
         session.report.tokens.append(
             worker_pb2.TokenEvent(
                 request_id=request.request_id,
@@ -488,6 +509,7 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
                 index=index,
                 token_id=token,
                 finish=finish,
+                logprobs=null_logprobs(index, [token], sampling.logprobs) if wanted else None,
             )
         )
         session.mail.set()
