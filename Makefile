@@ -18,13 +18,15 @@ PYTEST_ARGS ?= $(if $(shell command -v nvidia-smi),,-m "not gpu")
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
 
-.PHONY: help env demo test check protos clean
+.PHONY: help env demo test check protos api bench-clients clean
 
 help:
 	@echo "make demo    run the whole path on a small model, on this machine"
 	@echo "make test    all checks and all tests"
 	@echo "make check   linters, types, import rules, generated stubs"
 	@echo "make protos  generate the stubs in protos/ again"
+	@echo "make api     write docs/api.md again"
+	@echo "make bench-clients    run GuideLLM against a router, in an environment of its own"
 	@echo "make env     only make $(VENV)"
 	@echo "make clean   remove what was built, $(VENV) excepted"
 
@@ -65,6 +67,18 @@ check: env
 
 protos: env
 	$(call PROTOC,.)
+
+api: env
+	$(BIN)/python docs/make_api.py
+
+# A load generator of the field, as it is, in an environment of its own: it wants other versions than we do.
+BENCH_CLIENTS := build/bench-clients
+
+bench-clients: env
+	test -x $(BENCH_CLIENTS)/bin/guidellm || { \
+	  $(PYTHON) -m venv $(BENCH_CLIENTS) && \
+	  $(BENCH_CLIENTS)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 guidellm==0.8.1; }
+	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.clients --guidellm $(BENCH_CLIENTS)/bin/guidellm --json build/clients.json
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
