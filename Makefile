@@ -57,7 +57,7 @@ test: check
 check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy $(PACKAGES) examples/python
 	$(BIN)/lint-imports --no-logo
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call PROTOC,"$$out") && \
 	for stub in "$$out"/protos/*; do \

