@@ -7,7 +7,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := pdcore protos engine kv_transfer worker prefill_worker decode_worker router cluster
+PACKAGES := pdcore protos security engine kv_transfer worker prefill_worker decode_worker router cluster
 
 # The environment is right if it was made from these two files as they are now; another checkout's dates say nothing.
 STAMP := $(VENV)/.made-from-$(shell cat pyproject.toml constraints.txt | cksum | tr ' ' '-')

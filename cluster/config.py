@@ -27,6 +27,7 @@ from cluster.config_sections import (
     Section,
     TransferSection,
 )
+from cluster.config_security import TlsSection, internal_security
 from cluster.cores import CorePlan, plan_cores
 from cluster.kv_shape import kv_bytes_per_token
 from pdcore.config import (
@@ -40,12 +41,14 @@ from pdcore.config import (
     TenantWeight,
     TransferConfig,
     WorkerConfig,
+    check_internal_listen,
     convertible,
 )
 from pdcore.costs import AUTO
 from pdcore.errors import ConfigError
 from pdcore.memory import available_memory
 from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
+from pdcore.security import InternalSecurity
 from pdcore.types import Role
 
 
@@ -94,6 +97,12 @@ class ClusterConfig(Section):
     transfer: TransferSection = Field(default=TransferSection(), description="how KV travels")
     router: RouterSection = Field(default=RouterSection(), description="the public end")
     ray: RaySection = Field(default=RaySection(), description="where the workers run")
+    tls: TlsSection = Field(default=TlsSection(), description="certificates; docs/security.md says how to make some")
+    secret_file: str = Field(
+        default="",
+        description="file with a secret that every process of the cluster knows, and lets nobody in without; empty: "
+        "that in $PDSERVE_CLUSTER_SECRET, else one of chance, made at each start",
+    )
     heartbeat_s: PositiveFloat = Field(default=0.5, description="seconds between heartbeats inside the cluster")
     dead_after_s: PositiveFloat = Field(
         default=3.0, description="silence that counts as death; at least two heartbeats"
@@ -142,6 +151,7 @@ class ClusterConfig(Section):
         controller: str,
         host: str,
         cores: Sequence[int] | None,
+        security: InternalSecurity | None = None,
     ) -> list[WorkerConfig]:
         """Make the configuration of every worker of every pool.
 
@@ -151,6 +161,7 @@ class ClusterConfig(Section):
             controller: ``host:port`` of the membership service.
             host: what workers listen on and announce.
             cores: core numbers to share out if all workers run on one node; None if they do not.
+            security: `internal_security`, with the secret perhaps; None: as it is in the file.
 
         Raises:
             ConfigError: a combination of values does not fit; the key is given as in the file.
@@ -174,9 +185,15 @@ class ClusterConfig(Section):
                         served_name=self.served_name or served_name,
                         controller=controller,
                         host=host,
+                        security=security or self.internal_security,
                     )
                 )
         return configs
+
+    @property
+    def internal_security(self) -> InternalSecurity:
+        """How the cluster's own hops are secured. Raises ConfigError."""
+        return internal_security(self.tls, self.secret_file, allow_insecure_listen=self.ray.allow_insecure_listen)
 
     @property
     def claim_ttl_s(self) -> float:
@@ -184,7 +201,13 @@ class ClusterConfig(Section):
         return self.router.claim_ttl_s or max(10.0, 2 * self.dead_after_s)
 
     def router_config(
-        self, *, model_path: Path, served_name: str, controller: str, index: int | None = None
+        self,
+        *,
+        model_path: Path,
+        served_name: str,
+        controller: str,
+        index: int | None = None,
+        security: InternalSecurity | None = None,
     ) -> RouterConfig:
         """Make a router's configuration. Arguments and errors as for `worker_configs`; `index`: which of several."""
         section = self.router
@@ -223,6 +246,14 @@ class ClusterConfig(Section):
             api_keys_file=section.api_keys_file,
             claim_ttl_s=self.claim_ttl_s,
             tool_call_parser=section.tool_call_parser,
+            security=security or self.internal_security,
+            tls=self.tls.public.to_config(),
+            allow_insecure_listen=section.allow_insecure_listen,
+            max_prompt_bytes=int(section.max_prompt_bytes),
+            max_metadata_bytes=int(section.max_metadata_bytes),
+            max_streams_per_connection=section.max_streams_per_connection,
+            max_connections=section.max_connections,
+            max_calls=section.max_calls,
         )
 
     def _queue_config(self) -> QueueConfig:
@@ -259,10 +290,21 @@ class ClusterConfig(Section):
         if self.dead_after_s < 2 * self.heartbeat_s:
             raise ConfigError("dead_after_s", self.dead_after_s, f"at least twice heartbeat_s ({self.heartbeat_s})")
         self._check_ports()
+        security = self.internal_security
+        if self.ray.worker_host != "auto":
+            check_internal_listen("ray.worker_host", self.ray.worker_host, security)
         plan = CorePlan(0, (), ())
         for role in Role:
             self._worker_config(
-                f"{role}-0", role, plan=plan, num_blocks=1, model_path="", served_name="", controller="", host=""
+                f"{role}-0",
+                role,
+                plan=plan,
+                num_blocks=1,
+                model_path="",
+                served_name="",
+                controller="",
+                host="127.0.0.1",
+                security=security,
             )
         self.router_config(model_path=Path(), served_name="", controller="")
 
@@ -288,6 +330,7 @@ class ClusterConfig(Section):
         served_name: str,
         controller: str,
         host: str,
+        security: InternalSecurity,
     ) -> WorkerConfig:
         pool = self.pool(role)
         try:
@@ -327,6 +370,7 @@ class ClusterConfig(Section):
             heartbeat_s=self.heartbeat_s,
             dead_after_s=self.dead_after_s,
             drain_timeout_s=self.drain_timeout_s,
+            security=security,
         )
 
     def _transfer_config(self, plan: CorePlan, host: str) -> TransferConfig:
@@ -346,6 +390,7 @@ class ClusterConfig(Section):
             max_reserved_fraction=section.max_reserved_fraction,
             max_frame_retries=section.max_frame_retries,
             kv_conversion=section.kv_conversion,
+            allow_plaintext_kv=section.allow_plaintext_kv,
             receive_threads=section.receive_threads,
             cpu_affinity=plan.transfer if section.cpu_affinity == "auto" else section.cpu_affinity,
         )

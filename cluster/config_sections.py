@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from pdcore.classes import ClassObjective, ClassObjectives, TenantLimits
+from pdcore.config import RouterConfig
 from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 from pdcore.types import PriorityClass
 
@@ -24,6 +25,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 _BALANCED = SCHEDULER_DEFAULTS["balanced"]
 _CLASSES = ClassObjectives()
+_ROUTER = RouterConfig(router_id="", model_path="", served_name="", controller="")
 
 
 class Section(BaseModel):
@@ -200,6 +202,10 @@ class TransferSection(Section):
         description="where the decode pool has another dtype than the prefill pool: exact takes its KV only if no "
         "number changes (to float32), rounding in any case",
     )
+    allow_plaintext_kv: bool = Field(
+        default=False,
+        description="with tls.internal, let KV travel by collective and nixl as well, which encrypt nothing",
+    )
     receive_threads: int = Field(default=1, ge=1, description="threads that unpack received KV, per decode worker")
     cpu_affinity: Cores = Field(
         default="auto",
@@ -321,6 +327,11 @@ class RouterSection(Section):
     host: str = Field(
         default="127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
     )
+    allow_insecure_listen: bool = Field(
+        default=False,
+        description="listen without tls.public on other addresses than 127.0.0.1, for a network that nobody else is "
+        "on; also --insecure",
+    )
     grpc_port: int = Field(
         default=50051, ge=0, le=65535, description="public gRPC port of the first router; 0 picks a free one for each"
     )
@@ -403,6 +414,23 @@ class RouterSection(Section):
     max_message_bytes: Annotated[ByteSize, Field(ge=65536)] = Field(
         default=ByteSize(16 << 20), description="gRPC message limit, both ways, and limit of HTTP bodies"
     )
+    max_prompt_bytes: ByteCount = Field(
+        default=ByteSize(_ROUTER.max_prompt_bytes),
+        description="of a request's text, or of its token ids at four bytes each",
+    )
+    max_metadata_bytes: Annotated[ByteSize, Field(ge=1024, le=1 << 20)] = Field(
+        default=ByteSize(_ROUTER.max_metadata_bytes), description="of the headers of one call"
+    )
+    max_streams_per_connection: PositiveInt = Field(
+        default=_ROUTER.max_streams_per_connection,
+        description="calls of one gRPC connection at a time; more wait at the client",
+    )
+    max_connections: PositiveInt = Field(
+        default=_ROUTER.max_connections, description="gRPC connections at a time; more are closed at once"
+    )
+    max_calls: PositiveInt = Field(
+        default=_ROUTER.max_calls, description="gRPC calls at a time, of all connections; more are refused"
+    )
     claim_ttl_s: PositiveFloat | None = Field(
         default=None,
         description="seconds after which an idempotency key is free again if its router is not heard of; default: "
@@ -431,4 +459,9 @@ class RaySection(Section):
         min_length=1,
         description="address that workers and the controller listen on and announce; auto: 127.0.0.1 while Ray has "
         "one node, the node's own address otherwise",
+    )
+    allow_insecure_listen: bool = Field(
+        default=False,
+        description="let workers and the controller listen without tls.internal on other addresses than 127.0.0.1, "
+        "which they need where Ray has several nodes, for a network that nobody else is on; also --insecure",
     )

@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-
-import grpc
 
 from cluster.config import ClusterConfig
 from cluster.membership import MembershipServer
@@ -21,7 +20,9 @@ from cluster.ray_environment import ray_address
 from cluster.ray_session import RaySession, RayThread
 from cluster.routers import HostedRouter, RouterProcesses, Routers
 from pdcore.errors import ConfigError, PdserveError
-from protos import admin_pb2, admin_pb2_grpc, membership_pb2
+from pdcore.security import InternalSecurity
+from protos import membership_pb2
+from security.secret import new_secret, read_secret, with_secret_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +92,14 @@ class ClusterController:
         self._on_ray()
         self._report(f"Ray is up ({time.monotonic() - started:.1f} s)")
         host = self._internal_host(session)
+        security = self._security()
         self._membership = MembershipServer(
             host,
             dead_after_s=config.dead_after_s,
             kv_conversion=config.transfer.kv_conversion,
             claim_ttl_s=config.claim_ttl_s,
             claim_grace_s=0.0,  # it listens on a port that no router has ever heard of
+            security=security,
         )
         await self._membership.start()
         configs = config.worker_configs(
@@ -105,17 +108,24 @@ class ClusterController:
             controller=self._membership.address,
             host=host,
             cores=sorted(os.sched_getaffinity(0)) if session.one_node else None,
+            security=security,
         )
         self._pools = WorkerPools(configs, config, session, self._report, self._registered)
         await self._pools.start(config.start_timeout_s)
-        self._routers = self._make_routers(path, name, self._membership)
+        self._routers = self._make_routers(path, name, self._membership, security)
         await self._routers.start()
         self.addresses = self._routers.addresses
         self.http_addresses = self._routers.http_addresses
-        for address in self.addresses:
-            await self._wait_connected(address, len(configs))
+        await self._wait_connected(self._membership, self.config.router.replicas, len(configs))
 
-    def _make_routers(self, path: Path, name: str, membership: MembershipServer) -> Routers:
+    def _security(self) -> InternalSecurity:
+        """As configured, with a secret in any case. Raises ConfigError."""
+        security = with_secret_of(self.config.internal_security, os.environ)
+        return replace(security, secret=read_secret(security) or new_secret())
+
+    def _make_routers(
+        self, path: Path, name: str, membership: MembershipServer, security: InternalSecurity
+    ) -> Routers:
         several = self.config.router.replicas > 1
         configs = [
             self.config.router_config(
@@ -123,6 +133,7 @@ class ClusterController:
                 served_name=name,
                 controller=membership.address,
                 index=index if several else None,
+                security=security,
             )
             for index in range(self.config.router.replicas)
         ]
@@ -195,28 +206,24 @@ class ClusterController:
             return host
         return "127.0.0.1" if session.one_node else session.node_address
 
-    async def _wait_connected(self, address: str, count: int) -> None:
-        """Ask a router, as any client may, until it has a session with each of `count` workers."""
+    async def _wait_connected(self, membership: MembershipServer, routers: int, workers: int) -> None:
+        """Until each of so many routers has a session with each of so many workers, by what they say themselves."""
         deadline = time.monotonic() + _CONNECT_S
-        async with grpc.aio.insecure_channel(_reachable(address)) as channel:
-            stub = admin_pb2_grpc.AdminStub(channel)
-            while True:
-                try:
-                    status = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
-                except grpc.aio.AioRpcError as error:
-                    raise PdserveError(f"the router does not answer at {address}: {error.details()}") from error
-                connected = [worker for worker in status.workers if worker.connected]
-                if len(connected) >= count:
-                    return
-                if time.monotonic() >= deadline:
-                    problems = "; ".join(
-                        f"{worker.worker.worker_id}: {worker.problem}" for worker in status.workers if worker.problem
-                    )
-                    raise PdserveError(
-                        f"the router at {address} is connected to {len(connected)} of {count} workers "
-                        f"after {_CONNECT_S:g} s" + (f" ({problems})" if problems else "")
-                    )
-                await asyncio.sleep(0.05)
+        while True:
+            reports = membership.routers.reports()
+            if sum(report.connected_workers >= workers for report in reports.values()) >= routers:
+                return
+            if time.monotonic() >= deadline:
+                lacking = {name: r for name, r in reports.items() if r.connected_workers < workers}
+                words = [
+                    f"{name} is connected to {report.connected_workers} of {workers} workers"
+                    + (f" ({report.problem})" if report.problem else "")
+                    for name, report in lacking.items()
+                ]
+                unheard = routers - len(reports)
+                words += [f"{unheard} of {routers} routers have not registered"] if unheard > 0 else []
+                raise PdserveError(f"{'; '.join(words)} after {_CONNECT_S:g} s")
+            await asyncio.sleep(0.02)
 
 
 async def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str]:
@@ -278,12 +285,6 @@ def _check_file(key: str, path: str) -> None:
     if path and not Path(path).is_file():
         problem = "it is a folder" if Path(path).is_dir() else "there is no such file"
         raise ConfigError(key, path, f"a file made by `pdserve calibrate` for this model ({problem})")
-
-
-def _reachable(address: str) -> str:
-    """`address` as something to connect to: a wildcard address can be listened on only."""
-    host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "[::]") else address
 
 
 async def _attempt(what: str, ending: Awaitable[object], timeout_s: float) -> None:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import grpc
 
 from cluster.router_members import RouterMembers
-from pdcore.config import convertible
+from pdcore.config import check_internal_listen, convertible
 from pdcore.errors import ConfigError
+from pdcore.security import InternalSecurity
 from protos import membership_pb2, membership_pb2_grpc, routers_pb2_grpc, worker_pb2
+from security.internal import Internal
 from worker.grpc_options import SERVER_OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         claim_ttl_s: the longest time that a router may claim an idempotency key for without a word.
         claim_grace_s: seconds after the start in which no key is given; None takes `claim_ttl_s`, which is right
             unless no router can have known an earlier controller.
+        security: certificates of this end, and the secret that workers and routers must have.
         on_change: called after every change, with the new list.
     """
 
@@ -67,10 +70,12 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         kv_conversion: str = "exact",
         claim_ttl_s: float = 10.0,
         claim_grace_s: float | None = None,
+        security: InternalSecurity | None = None,
         on_change: Callable[[membership_pb2.MemberList], None] = lambda members: None,
     ) -> None:
         self.address = ""
         self._host, self._port = host, port
+        self._security = security or InternalSecurity()
         self._dead_after_s, self._refresh_s = dead_after_s, refresh_s
         self._on_change = on_change
         self._entries: dict[str, _Entry] = {}
@@ -90,13 +95,15 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         )
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address cannot be bound."""
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        """Listen. Raises ConfigError if the address cannot be bound or must not be, or cannot be secured as asked."""
+        check_internal_listen("ray.worker_host", self._host, self._security)
+        internal = Internal(self._security)
+        server = grpc.aio.server(interceptors=internal.aio_interceptors(), options=SERVER_OPTIONS)
         membership_pb2_grpc.add_MembershipServicer_to_server(self, server)
         routers_pb2_grpc.add_RoutersServicer_to_server(self.routers, server)
         address = f"{self._host}:{self._port}"
         try:
-            bound = server.add_insecure_port(address)
+            bound = internal.add_port(server, address)
         except RuntimeError as error:
             raise ConfigError("ray.worker_host", address, f"an address that can be bound ({error})") from error
         await server.start()

@@ -31,6 +31,15 @@ class _Entry:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     status: grpc.StatusCode = grpc.StatusCode.ABORTED
     reason: str = ""
+    report: RouterReport = field(default_factory=lambda: RouterReport(0, ""))
+
+
+@dataclass(frozen=True, slots=True)
+class RouterReport:
+    """What a router said last: the workers that it has sessions with, and why not with the others."""
+
+    connected_workers: int
+    problem: str
 
 
 class RouterMembers(routers_pb2_grpc.RoutersServicer):
@@ -71,6 +80,10 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
         entries = sorted(self._entries.items())
         return [routers_pb2.RouterMember(router=entry.router, state=entry.state) for _, entry in entries]
 
+    def reports(self) -> dict[str, RouterReport]:
+        """By router id, of those that are listed."""
+        return {router_id: entry.report for router_id, entry in self._entries.items()}
+
     def listed(self, router_id: str) -> bool:
         return router_id in self._entries
 
@@ -108,6 +121,7 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
         try:
             await context.write(routers_pb2.RouterRegistrationReply())
             while (message := await self._next(context, entry)) is not None:
+                entry.report = RouterReport(message.connected_workers, message.problem)
                 if message.state in _STATES and message.state != entry.state:
                     entry.state = message.state
                     self._on_change()
@@ -220,7 +234,9 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
             self._replaced.setdefault(router.router_id, set()).add(known)
         self._current[router.router_id] = router.incarnation
         self.claims.forget_router(router.router_id, but=router.incarnation)
-        entry = self._entries[router.router_id] = _Entry(router, registration.state)
+        entry = self._entries[router.router_id] = _Entry(
+            router, registration.state, report=RouterReport(registration.connected_workers, registration.problem)
+        )
         self._on_change()
         logger.info("router %s joined at %s", router.router_id, router.address)
         return entry

@@ -56,6 +56,7 @@ class DecodeWorker:
                 store=runtime.runner.cache,
                 config=self.config.transfer,
                 device=self.config.engine.device,
+                encrypted=self.config.encrypted_kv,
                 codecs=runtime.codecs,
                 costs=quick_costs(runtime.codecs, runtime.runner.geometry),
                 host=handler,

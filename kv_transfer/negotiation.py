@@ -31,7 +31,7 @@ class Site:
         user: numeric user id of the process.
         device: where its KV cache lives, `CPU` or `CUDA`. device_id: names the GPU; empty on a CPU.
         address: numeric address that its process groups bind to; empty if it has none.
-        tls: its end of the push stream is encrypted.
+        tls: its end of the push stream is encrypted, and it lets KV out in no other way, shared memory excepted.
     """
 
     host: str = ""
@@ -152,7 +152,7 @@ def _no_process_group(ours: Site, theirs: Site) -> str | None:
 
 
 def _plain_text(ours: Site, theirs: Site) -> str | None:
-    """KV must not leave the host in plain text where the stream would have encrypted it."""
-    if (ours.tls or theirs.tls) and not _same_host(ours, theirs):
-        return "it is plain text, the stream is encrypted, and the two are on different hosts"
+    """What one end has encrypted must not go by sockets in plain text, not even on one host: others may listen."""
+    if ours.tls or theirs.tls:
+        return "it is plain text, and the stream is encrypted (transfer.allow_plaintext_kv would allow it)"
     return None

@@ -60,7 +60,7 @@ class KvReceiver:
         host: told of every ticket's one end; see `TicketHost`.
         clock: of leases. faults: fault points of this process.
         codecs: those that it can decode. costs: what is known of their speeds, by plain name; senders are told.
-        device: where the cache lives, as torch names it.
+        device: where the cache lives, as torch names it. encrypted: KV may leave the machine encrypted only.
         on_crash: told, once, that a receive thread or the housekeeper has died of an error: tickets may never end.
             Called from that thread; must not block. None: it is only logged.
     """
@@ -78,6 +78,7 @@ class KvReceiver:
         codecs: CodecRegistry = STANDARD,
         costs: Mapping[str, CodecCost] | None = None,
         device: str = "cpu",
+        encrypted: bool = False,
         on_crash: Callable[[BaseException], None] | None = None,
     ) -> None:
         check_cores("transfer.cpu_affinity", config.cpu_affinity)
@@ -88,7 +89,7 @@ class KvReceiver:
         self._clock = clock
         self._codecs = codecs
         self._decode_rates = tuple((cost.name, cost.decode_bytes_s) for cost in (costs or {}).values())
-        self._offer = local_offer(config.transport, config.interface, device)
+        self._offer = local_offer(config.transport, config.interface, device, encrypted=encrypted)
         self._lanes = ReceiveLanes(
             self._offer, device, config.lane_timeout_s, config.cpu_affinity, config.credit_bytes
         )

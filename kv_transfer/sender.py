@@ -81,7 +81,7 @@ class KvSender:
             from the pump, under the sender's lock: must be quick and take no lock.
         clock: of time-outs. faults: fault points of this process.
         codecs: those that can be used. costs: what is known of their speeds, by plain name; None for stated defaults.
-        device: where the cache lives, as torch names it.
+        device: where the cache lives, as torch names it. encrypted: KV may leave the machine encrypted only.
         on_crash: told, once, that the pump has died of an error: nothing is sent any more, and no `on_done` follows.
             Called from the pump; must not block. None: it is only logged.
         open_link: makes the streams; tests put one here that loses messages.
@@ -100,6 +100,7 @@ class KvSender:
         codecs: CodecRegistry = STANDARD,
         costs: Mapping[str, CodecCost] | None = None,
         device: str = "cpu",
+        encrypted: bool = False,
         on_crash: Callable[[BaseException], None] | None = None,
         open_link: OpenLink = GrpcPushLink,
     ) -> None:
@@ -116,7 +117,7 @@ class KvSender:
         self._effects: deque[tuple[Send, SendEffect]] = deque()
         self._counters = SenderCounters()
         self._closing = False
-        offer = local_offer(config.transport, config.interface, device)
+        offer = local_offer(config.transport, config.interface, device, encrypted=encrypted)
         self._lanes = SendLanes(offer, device, config.lane_timeout_s, config.cpu_affinity)
         self._maker = SendMaker(store.geometry, config, codecs)
         dtype = store.geometry.dtype

@@ -21,13 +21,14 @@ _SIOCGIFADDR: Final = 0x8915
 _LOOPBACK: Final = "127.0.0.1"
 
 
-def local_offer(wanted: str, interface: str, device: str) -> Offer:
+def local_offer(wanted: str, interface: str, device: str, *, encrypted: bool = False) -> Offer:
     """What this process offers its peers.
 
     Args:
         wanted: ``transfer.transport`` of the configuration.
         interface: ``transfer.interface``; see `bind_address`.
         device: where the KV cache lives, as torch names it (``cpu``, ``cuda:1``).
+        encrypted: KV may leave the machine encrypted only; see `Site.tls`.
 
     Raises:
         ConfigError: `wanted` or `interface` is impossible here.
@@ -46,6 +47,7 @@ def local_offer(wanted: str, interface: str, device: str) -> Offer:
         device=CUDA if gpu else CPU,
         device_id=_gpu_id(device) if gpu else "",
         address=bind_address(interface),
+        tls=encrypted,
     )
     return Offer(site, wanted, may_use(wanted, available))
 

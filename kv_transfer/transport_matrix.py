@@ -44,6 +44,7 @@ PLACEMENTS: Final = (
     Placement("one host, two users", _site(), _site(user=2)),
     Placement("two hosts", _site(), _FAR),
     Placement("two hosts, groups bound to loopback", _site(address="127.0.0.1"), _FAR),
+    Placement("one host, encrypted stream", _site(tls=True), _site(tls=True)),
     Placement("two hosts, encrypted stream", _site(tls=True), _FAR),
     Placement("one host, two GPUs", _GPU_0, _GPU_1),
     Placement("one host, one GPU", _GPU_0, _GPU_0),

@@ -12,6 +12,7 @@ from pdcore.classes import OTHERS, ClassObjectives, TenantLimits
 from pdcore.costs import AUTO
 from pdcore.errors import ConfigError
 from pdcore.faults import FAULT_POINTS, FaultPlan
+from pdcore.security import InternalSecurity, PublicTls, check_listen
 from pdcore.types import DTYPE_BYTES, PriorityClass, Role
 
 LOSSLESS_CODECS = ("raw", "zstd", "bexp-zstd", "bexp3")
@@ -28,6 +29,8 @@ CODEC_DTYPES = {
 CODEC_CHOICES = (AUTO, *CODECS)
 """What `kv_codec` may be, of a request, a class or the cluster; a worker may lack some of them."""
 TRANSPORTS = ("grpc", "shm", "collective", "nixl")
+PLAINTEXT_TRANSPORTS = ("collective", "nixl")
+"""Those that have no encryption of their own and do not stay in one machine's memory."""
 TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
 KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
@@ -252,6 +255,7 @@ class TransferConfig:
         kv_conversion: KV in another type than this cache's, of a prefill worker with another dtype: ``exact`` takes
             it where its numbers stay as they are (bfloat16 or float16 to float32), ``rounding`` in any case.
         receive_threads: threads that decode and scatter. cpu_affinity: their cores; empty leaves them free.
+        allow_plaintext_kv: where the cluster's hops are encrypted, KV may go by `PLAINTEXT_TRANSPORTS` all the same.
     """
 
     codec: str = AUTO
@@ -270,6 +274,7 @@ class TransferConfig:
     kv_conversion: str = "exact"
     receive_threads: int = 1
     cpu_affinity: tuple[int, ...] = ()
+    allow_plaintext_kv: bool = False
 
     def __post_init__(self) -> None:
         _require(self.codec in CODEC_CHOICES, "transfer.codec", self.codec, ", ".join(CODEC_CHOICES))
@@ -332,6 +337,7 @@ class WorkerConfig:
         heartbeat_s: seconds between heartbeats. dead_after_s: silence that counts as death.
         drain_timeout_s: seconds that a draining worker waits for its requests.
         faults: fault plans, for tests; empty in production.
+        security: of the hops inside the cluster.
     """
 
     worker_id: str
@@ -345,6 +351,7 @@ class WorkerConfig:
     dead_after_s: float = 3.0
     drain_timeout_s: float = 30.0
     faults: tuple[FaultPlan, ...] = ()
+    security: InternalSecurity = field(default_factory=InternalSecurity)
 
     def __post_init__(self) -> None:
         _require(bool(self.worker_id), "worker.worker_id", self.worker_id, "a non-empty name")
@@ -365,6 +372,31 @@ class WorkerConfig:
         )
         for plan in self.faults:
             _require(plan.point in FAULT_POINTS, "worker.faults", plan.point, ", ".join(FAULT_POINTS))
+        check_internal_listen("worker.host", self.host, self.security)
+        _require(
+            not self.encrypted_kv or self.transfer.transport not in PLAINTEXT_TRANSPORTS,
+            "transfer.transport",
+            self.transfer.transport,
+            "auto, grpc or shm with TLS inside the cluster, which this one knows nothing of; "
+            "transfer.allow_plaintext_kv: true lets KV travel unencrypted",
+        )
+
+    @property
+    def encrypted_kv(self) -> bool:
+        """KV may leave the machine encrypted only."""
+        return self.security.tls is not None and not self.transfer.allow_plaintext_kv
+
+
+def check_internal_listen(key: str, host: str, security: InternalSecurity) -> None:
+    """Raises ConfigError if a worker or the controller must not listen on `host`, which the key says."""
+    check_listen(
+        key,
+        host,
+        encrypted=security.tls is not None,
+        allowed=security.allow_insecure_listen,
+        flag="ray.allow_insecure_listen",
+        tls="tls.internal",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +446,12 @@ class RouterConfig:
         disaggregate: whether requests run on two workers wherever both pools serve, or only where that is better.
         claim_ttl_s: seconds without a word to the controller after which a claimed idempotency key is free again.
         tool_call_parser: the format in which the served model calls tools.
+        security: of the hops inside the cluster. tls: of the public end; None: plain text.
+        allow_insecure_listen: listen in plain text on other addresses than loopback, if told to.
+        max_prompt_bytes: of a request's text, or of its token ids at four bytes each.
+        max_metadata_bytes: of one call's headers.
+        max_streams_per_connection, max_connections, max_calls: of gRPC, at one time; calls beyond `max_calls` are
+            refused, those of a connection beyond its streams wait at the client.
     """
 
     router_id: str
@@ -446,11 +484,35 @@ class RouterConfig:
     api_keys_file: str = ""
     claim_ttl_s: float = 10.0
     tool_call_parser: str = AUTO
+    security: InternalSecurity = field(default_factory=InternalSecurity)
+    tls: PublicTls | None = None
+    allow_insecure_listen: bool = False
+    max_prompt_bytes: int = 4 << 20
+    max_metadata_bytes: int = 16 << 10
+    max_streams_per_connection: int = 1024
+    max_connections: int = 4096
+    max_calls: int = 16384
 
     def __post_init__(self) -> None:
         allowed = ", ".join(TOOL_CALL_PARSERS)
         _require(
             self.tool_call_parser in TOOL_CALL_PARSERS, "router.tool_call_parser", self.tool_call_parser, allowed
+        )
+        check_listen(
+            "router.host",
+            self.host,
+            encrypted=self.tls is not None,
+            allowed=self.allow_insecure_listen,
+            flag="router.allow_insecure_listen",
+            tls="tls.public",
+        )
+        for key in ("max_prompt_bytes", "max_streams_per_connection", "max_connections", "max_calls"):
+            _require(getattr(self, key) >= 1, f"router.{key}", getattr(self, key), "an integer >= 1")
+        _require(
+            1024 <= self.max_metadata_bytes <= 1 << 20,
+            "router.max_metadata_bytes",
+            self.max_metadata_bytes,
+            "1024 to 1048576",
         )
         allowed = ", ".join(DISAGGREGATE_CHOICES)
         _require(self.disaggregate in DISAGGREGATE_CHOICES, "router.disaggregate", self.disaggregate, allowed)

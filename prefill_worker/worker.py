@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from engine.loader import load_runner
 from engine.step import ModelRunner
@@ -22,14 +23,15 @@ class PrefillWorker:
     """Computes prompts and pushes their KV. See `worker.runtime.WorkerRuntime` for its life.
 
     Args:
-        make_runner: builds the model runner. open_link: makes the streams that KV goes by. Tests put others here.
+        make_runner: builds the model runner. open_link: makes the streams that KV goes by; None: over gRPC, as the
+            cluster's hops are secured. Tests put others here.
     """
 
     def __init__(
         self,
         config: WorkerConfig,
         make_runner: Callable[[WorkerConfig], ModelRunner] = lambda config: load_runner(config.engine),
-        open_link: OpenLink = GrpcPushLink,
+        open_link: OpenLink | None = None,
     ) -> None:
         check_role(config, Role.PREFILL)
         self.config = config
@@ -51,7 +53,8 @@ class PrefillWorker:
             clock=runtime.clock,
             faults=runtime.faults,
             on_crash=runtime.crashed,
-            open_link=self._open_link,
+            encrypted=self.config.encrypted_kv,
+            open_link=self._open_link or partial(GrpcPushLink, internal=runtime.internal),
         )
         return PrefillHandler(runtime.engine, sender, runtime.hub, runtime.faults, runtime.loop.wake)
 

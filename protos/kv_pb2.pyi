@@ -200,7 +200,7 @@ class Site(google.protobuf.message.Message):
     address: builtins.str
     """numeric address that process groups bind to; empty if there is none"""
     tls: builtins.bool
-    """the push stream is encrypted"""
+    """the push stream is encrypted, and KV is to go by nothing that is not"""
     def __init__(
         self,
         *,

@@ -95,7 +95,13 @@ class RouterRegistration(google.protobuf.message.Message):
 
     ROUTER_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
+    CONNECTED_WORKERS_FIELD_NUMBER: builtins.int
+    PROBLEM_FIELD_NUMBER: builtins.int
     state: Global___RouterState.ValueType
+    connected_workers: builtins.int
+    """it has sessions with so many"""
+    problem: builtins.str
+    """why not with the others; empty if there are none"""
     @property
     def router(self) -> Global___RouterDescription:
         """in the first message"""
@@ -105,10 +111,12 @@ class RouterRegistration(google.protobuf.message.Message):
         *,
         router: Global___RouterDescription | None = ...,
         state: Global___RouterState.ValueType = ...,
+        connected_workers: builtins.int = ...,
+        problem: builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["router", b"router"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["router", b"router", "state", b"state"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connected_workers", b"connected_workers", "problem", b"problem", "router", b"router", "state", b"state"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RouterRegistration: typing_extensions.TypeAlias = RouterRegistration

@@ -25,6 +25,7 @@ from router.load_meter import Pacer
 from router.logit_validation import check_token_ids
 from router.metrics import CallMetrics
 from router.pacing import pause
+from router.prompt_size import check_prompt_size
 from router.stream import Chunk
 from router.text import TextStream
 from router.tokenizer import TextModel
@@ -157,6 +158,7 @@ class Calls:
         tenant = tenant_of(caller, request.tenant)
         admission = self._dispatcher.admission
         admission.knock(tenant)  # before the prompt is tokenized
+        check_prompt_size(request, self._config.max_prompt_bytes)
         checked = await validate(
             request,
             text_model=self.text_model,
@@ -282,6 +284,7 @@ class Calls:
     async def tokenize(self, request: generation_pb2.TokenizeRequest) -> list[int]:
         """Token ids of a text or a chat. Raises InvalidRequest, UnknownModel, NoWorker."""
         check_model(request.model, self._config.served_name)
+        check_prompt_size(request, self._config.max_prompt_bytes)
         return await tokenize_input(request, self.text_model, self.limits())
 
     async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdcore.config import RouterConfig
+
 Options = Sequence[tuple[str, int]]
 
 # Inside the cluster a host that vanished must be noticed in one to two seconds; by default nobody would.
@@ -52,6 +54,19 @@ def internal_channel_options(max_message_bytes: int) -> Options:
 def public_server_options(max_message_bytes: int) -> Options:
     """The public port. Without so_reuseport=0 a second router on a taken port would bind silently."""
     return (*_PUBLIC_KEEPALIVE, *_message_limits(max_message_bytes), ("grpc.so_reuseport", 0))
+
+
+def connection_limits(config: RouterConfig) -> Options:
+    """What one connection to the public port may ask for, and how many there may be.
+
+    gRPC has two limits for headers, and takes what is between them at random: here they are one.
+    """
+    return (
+        ("grpc.max_metadata_size", config.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_metadata_bytes),
+        ("grpc.max_concurrent_streams", config.max_streams_per_connection),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+    )
 
 
 def client_options(max_message_bytes: int, read_ahead_bytes: int) -> Options:

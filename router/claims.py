@@ -16,6 +16,7 @@ from pdcore.config import RouterConfig
 from pdcore.errors import AlreadyRunning, RequestError, Unavailable
 from protos import routers_pb2, routers_pb2_grpc
 from router.channels import internal_channel_options
+from security.internal import PLAIN, Internal
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Claims:
         incarnation: str,
         clock: Clock,
         on_lost: Callable[[str, RequestError], None],
+        internal: Internal = PLAIN,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -78,18 +80,18 @@ class Claims:
         self._releases: set[asyncio.Task[None]] = set()
         self._first = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._internal = internal
         self._channel: grpc.aio.Channel | None = None
+        self._version = 0  # of the certificates that the channel was made with
+        self._closing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        options = internal_channel_options(self._config.max_message_bytes)
-        self._channel = grpc.aio.insecure_channel(self._config.controller, options=options)
-        self._stub = routers_pb2_grpc.RoutersStub(self._channel)
         self._task = asyncio.create_task(self._renew_all(), name="claims")
 
     async def stop(self) -> None:
         """Give back what is held, within `RELEASE_WAIT_S`. Idempotent."""
         task, self._task = self._task, None
-        if task is None or self._channel is None:
+        if task is None:
             return
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -100,7 +102,9 @@ class Claims:
         for release in self._releases:
             release.cancel()
         await asyncio.gather(*self._releases, return_exceptions=True)
-        await self._channel.close()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
 
     @property
     def held_keys(self) -> int:
@@ -134,6 +138,20 @@ class Claims:
 
     # -- with the controller -----------------------------------------------------------------------------------
 
+    @property
+    def _stub(self) -> routers_pb2_grpc.RoutersStub:
+        """Of a channel with the certificates as they are now."""
+        version = self._internal.version
+        if self._channel is None or version != self._version:
+            if self._channel is not None:
+                closing = asyncio.get_running_loop().create_task(self._channel.close(CLAIM_TIMEOUT_S))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+            options = internal_channel_options(self._config.max_message_bytes)
+            self._channel = self._internal.aio_channel(self._config.controller, options)
+            self._version = version
+        return routers_pb2_grpc.RoutersStub(self._channel)
+
     async def _claim(self, key: bytes, request_id: str) -> Claim:
         mine = self._live.get(key) or self._asking.get(key)
         if mine is not None:
@@ -143,7 +161,7 @@ class Claims:
         request = routers_pb2.ClaimRequest(key=key, holder=self._holder(claim), ttl_s=self._ttl_s)
         self._asking[key] = claim
         try:
-            reply = await self._stub.Claim(request, timeout=CLAIM_TIMEOUT_S)
+            reply = await self._stub.Claim(request, timeout=CLAIM_TIMEOUT_S, metadata=self._internal.metadata)
         except grpc.aio.AioRpcError as error:
             self._release(claim)  # it may have been granted all the same
             raise Unavailable(f"the idempotency key cannot be claimed: {_words(error)}") from error
@@ -170,7 +188,7 @@ class Claims:
         request = routers_pb2.ReleaseClaimRequest(key=claim.key, holder=self._holder(claim))
         while self._clock.now() < claim.valid_until:
             try:
-                await self._stub.Release(request, timeout=RELEASE_WAIT_S)
+                await self._stub.Release(request, timeout=RELEASE_WAIT_S, metadata=self._internal.metadata)
                 return
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -208,7 +226,7 @@ class Claims:
             ttl_s=self._ttl_s,
             claims=[routers_pb2.HeldClaim(key=c.key, request_id=c.request_id, serial=c.serial) for c in claims],
         )
-        reply = await self._stub.Renew(request, timeout=self._ttl_s / 8)
+        reply = await self._stub.Renew(request, timeout=self._ttl_s / 8, metadata=self._internal.metadata)
         lost = set(reply.lost)
         for claim in claims:
             if claim.released is not None:

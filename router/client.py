@@ -19,7 +19,7 @@ Failures raise the errors of `pdcore.errors`, which carry the id of the request:
         print(error.retry_after_s)
 
 A client made with ``retry=Retry()`` comes again by itself, within bounds. Where the cluster has API keys, give one as
-`api_key`.
+`api_key`; where it has TLS, `tls`, or an address with ``https://``.
 
 With several routers (``"a:50051,b:50051"``) calls begin at each in turn. One that is unavailable gives way to the
 next, until the first event of an answer has come.
@@ -37,9 +37,9 @@ from typing import Any, Unpack
 
 import grpc
 
-from pdcore.addresses import split_addresses
 from pdcore.api_key import key_metadata
 from pdcore.errors import RequestCancelled, RequestError
+from pdcore.security import ClientTls
 from protos import generation_pb2, generation_pb2_grpc
 from router.channels import client_options
 from router.client_messages import Priority, Prompt, RequestOptions, Sampling, build_request, tokenize_request
@@ -47,6 +47,7 @@ from router.client_retry import NEVER, Retry
 from router.client_stream import AsyncStream, Completion, Event, Progress, Stream, finish_reason_name
 from router.failover import Deadline, Rotation, raise_unless_next
 from router.wire_errors import error_of
+from security.client import aio_client_channels, client_channels
 
 __all__ = [
     "AsyncClient",
@@ -119,9 +120,12 @@ class Client:
     """Synchronous client; thread-safe. `timeout_s` of a call is its deadline, which the cluster honours.
 
     Args:
-        address: ``host:port`` of a router; several separated by commas, or a sequence of them.
-        api_key: says whose the requests are, where the cluster has keys. It travels as it is: use it on networks that
-            you trust, or through a proxy that encrypts.
+        address: ``host:port`` of a router; several separated by commas, or a sequence of them. With ``https://``
+            before it, calls are encrypted.
+        api_key: says whose the requests are, where the cluster has keys. It travels as it is: without TLS use it on
+            networks that you trust.
+        tls: encrypts, with these authorities, and this certificate if there is one. None: plain text, unless the
+            address says otherwise. ConfigError is raised for files that are not right.
         retry: whether and how long calls come again that were refused for want of room or of workers; default: not.
         read_ahead_bytes: what a router may send of one stream before it is read here.
     """
@@ -132,12 +136,13 @@ class Client:
         *,
         api_key: str = "",
         retry: Retry = NEVER,
+        tls: ClientTls | None = None,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
     ) -> None:
         self._metadata = key_metadata(api_key)
         self._retry = retry
         options = client_options(MAX_MESSAGE_BYTES, read_ahead_bytes)
-        self._channels = [grpc.insecure_channel(name, options=options) for name in split_addresses(address)]
+        self._channels = client_channels(address, tls, options)
         self._stubs = Rotation([generation_pb2_grpc.GenerationStub(channel) for channel in self._channels])
 
     def __enter__(self) -> Client:
@@ -292,12 +297,13 @@ class AsyncClient:
         *,
         api_key: str = "",
         retry: Retry = NEVER,
+        tls: ClientTls | None = None,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
     ) -> None:
         self._metadata = key_metadata(api_key)
         self._retry = retry
         options = client_options(MAX_MESSAGE_BYTES, read_ahead_bytes)
-        self._channels = [grpc.aio.insecure_channel(name, options=options) for name in split_addresses(address)]
+        self._channels = aio_client_channels(address, tls, options)
         self._stubs: Rotation[Any] = Rotation(
             [generation_pb2_grpc.GenerationStub(channel) for channel in self._channels]
         )

@@ -42,6 +42,7 @@ from router.tracker import FailureKind, RequestState, RequestTracker
 from router.validation import GenerationRequest
 from router.worker_client import WorkerClient
 from router.worker_pool import WorkerPool
+from security.internal import PLAIN, Internal
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,9 @@ class Dispatcher:
         *,
         incarnation: str,
         on_change: Callable[[], None],
+        internal: Internal = PLAIN,
     ) -> None:
-        self.pool = WorkerPool(config, incarnation, self, clock, self._workers_changed)
+        self.pool = WorkerPool(config, incarnation, self, clock, self._workers_changed, internal=internal)
         self.counters = Counters()
         self._rates = TransferRates()
         self._links = Links()

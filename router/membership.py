@@ -11,6 +11,7 @@ import grpc
 from pdcore.clock import Clock, MonotonicClock
 from protos import membership_pb2, membership_pb2_grpc, routers_pb2
 from router.channels import internal_channel_options
+from security.internal import PLAIN, Internal
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,14 @@ class MembershipWatcher:
         max_message_bytes: int = 16 << 20,
         rejoin_s: float = REJOIN_S,
         clock: Clock | None = None,
+        internal: Internal = PLAIN,
     ) -> None:
         self.routers: Sequence[routers_pb2.RouterMember] = ()
         self._address = address
         self._watcher_id = watcher_id
         self._on_members = on_members
         self._options = internal_channel_options(max_message_bytes)
+        self._internal = internal
         self._rejoin_s = rejoin_s
         self._clock = clock or MonotonicClock()
         self._members: dict[str, membership_pb2.Member] = {}
@@ -72,28 +75,29 @@ class MembershipWatcher:
 
     async def _run(self) -> None:
         backoff = MIN_BACKOFF_S
-        async with grpc.aio.insecure_channel(self._address, options=self._options) as channel:
-            stub = membership_pb2_grpc.MembershipStub(channel)
-            while True:
-                lists = 0
-                try:
-                    lists = await self._follow(stub)
-                    problem = "the controller ended the stream" if lists else "no list from the controller"
-                except grpc.aio.AioRpcError as error:
-                    problem = f"{error.code().name}: {error.details()}"
-                except Exception:
-                    # A list that cannot be used must not end the watch.
-                    logger.exception("membership: a list could not be applied")
-                    problem = "a list could not be applied"
-                # Quiet once the controller is known to be away, so that a long absence does not fill the log.
-                if lists or backoff < MAX_BACKOFF_S:
-                    logger.warning("membership: %s; keeping %d members", problem, len(self._members))
-                backoff = MIN_BACKOFF_S if lists else min(MAX_BACKOFF_S, 2 * backoff)
-                await asyncio.sleep(backoff)
+        while True:
+            lists = 0
+            try:
+                # A channel for each try: certificates may have been renewed since the last one.
+                async with self._internal.aio_channel(self._address, self._options) as channel:
+                    lists = await self._follow(membership_pb2_grpc.MembershipStub(channel))
+                problem = "the controller ended the stream" if lists else "no list from the controller"
+            except grpc.aio.AioRpcError as error:
+                problem = f"{error.code().name}: {error.details()}"
+            except Exception:
+                # A list that cannot be used must not end the watch.
+                logger.exception("membership: a list could not be applied")
+                problem = "a list could not be applied"
+            # Quiet once the controller is known to be away, so that a long absence does not fill the log.
+            if lists or backoff < MAX_BACKOFF_S:
+                logger.warning("membership: %s; keeping %d members", problem, len(self._members))
+            backoff = MIN_BACKOFF_S if lists else min(MAX_BACKOFF_S, 2 * backoff)
+            await asyncio.sleep(backoff)
 
     async def _follow(self, stub: membership_pb2_grpc.MembershipStub) -> int:
         """Read one stream to its end; returns how many lists came."""
-        call = stub.Watch(membership_pb2.WatchRequest(watcher_id=self._watcher_id))
+        request = membership_pb2.WatchRequest(watcher_id=self._watcher_id)
+        call = stub.Watch(request, metadata=self._internal.metadata)
         lists = 0
         try:
             while True:

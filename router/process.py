@@ -10,12 +10,14 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pdcore.config import RouterConfig
 from pdcore.config_json import from_json
 from pdcore.errors import PdserveError
 from router.service import RouterServer
+from security.secret import with_secret_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     when that is closed: a parent that dies takes it along.
 
     Prints one line ``READY {"address", "incarnation", "pid", "http_address"}`` once it listens. A second signal ends
-    it at once.
+    it at once. The cluster's secret is taken from the environment if the configuration has none.
 
     Returns:
         Exit status: 0 after SIGTERM or SIGINT, 1 if it cannot start or its place was taken, 2 for bad usage, 3 if
@@ -48,7 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         text = sys.stdin.readline() if from_parent else Path(arguments[0]).read_text()
-        return asyncio.run(_serve(from_json(RouterConfig, text), from_parent))
+        config = from_json(RouterConfig, text)
+        config = replace(config, security=with_secret_of(config.security, os.environ))
+        return asyncio.run(_serve(config, from_parent))
     except (PdserveError, OSError) as error:
         print(f"cannot start the router: {error}", file=sys.stderr)
         return FAILED

@@ -16,11 +16,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError
+from pdcore.security import PublicTls
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, routers_pb2
 from router.admin_service import AdminService
 from router.api_keys import ApiKeys, Door
 from router.calls import Calls
-from router.channels import public_server_options
+from router.channels import connection_limits, public_server_options
 from router.claims import Claims
 from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
@@ -32,6 +33,9 @@ from router.reflection import SERVICES as REFLECTION
 from router.reflection import serve_reflection
 from router.registration import RouterRegistration
 from router.tokenizer import TextModel
+from security.credentials import public_files, server_credentials
+from security.files import Renewing
+from security.internal import Internal
 
 if TYPE_CHECKING:
     from router.openai.server import HttpServer
@@ -76,6 +80,7 @@ class RouterServer:
         on_replaced: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
+        self._internal = Internal(config.security)
         self.address = ""
         self.http_address = ""
         self.incarnation = uuid.uuid4().hex
@@ -87,6 +92,7 @@ class RouterServer:
             self._clock,
             incarnation=self.incarnation,
             on_change=self._changed.set,
+            internal=self._internal,
         )
         self._watcher = MembershipWatcher(
             config.controller,
@@ -94,8 +100,9 @@ class RouterServer:
             self._dispatcher.pool.on_members,
             max_message_bytes=config.max_message_bytes,
             clock=self._clock,
+            internal=self._internal,
         )
-        self._claims = Claims(config, self.incarnation, self._clock, self._dispatcher.abandon)
+        self._claims = Claims(config, self.incarnation, self._clock, self._dispatcher.abandon, self._internal)
         self._on_replaced = on_replaced or self._log_replaced
         self._registration: RouterRegistration | None = None
         self._text_model: TextModel | None = None
@@ -115,18 +122,23 @@ class RouterServer:
 
         Raises:
             ModelError: no usable tokenizer in `model_path`. ConfigError: a port is taken, or the file of API keys
-                is not one.
+                is not one, or the certificates are not right.
         """
         config = self.config
         path = config.api_keys_file
         keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
+        certificates = None if config.tls is None else public_files(config.tls)
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path), config.tool_call_parser)
         calls = self._calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
         door = Door(keys)
         generation = GenerationService(calls, door)
         guard = self._guard = Guard(door, OPEN_TO_ALL)
-        server = grpc.aio.server(interceptors=(guard,), options=public_server_options(config.max_message_bytes))
+        server = grpc.aio.server(
+            interceptors=(guard,),
+            options=(*public_server_options(config.max_message_bytes), *connection_limits(config)),
+            maximum_concurrent_rpcs=config.max_calls,
+        )
         generation_pb2_grpc.add_GenerationServicer_to_server(generation, server)
         admin = AdminService(
             config, self._dispatcher, lambda: self._watcher.routers, self._clock, lambda: self.http_address
@@ -136,7 +148,7 @@ class RouterServer:
         serve_reflection(server, (GENERATION, ADMIN, HEALTH))
         wanted = f"{config.host}:{config.grpc_port}"
         try:
-            port = server.add_insecure_port(wanted)
+            port = _add_port(server, wanted, config.tls, certificates)
         except RuntimeError as error:
             self._text_model.close()
             await server.stop(None)
@@ -246,6 +258,8 @@ class RouterServer:
             heartbeat_s=config.heartbeat_s,
             max_message_bytes=config.max_message_bytes,
             on_refused=self._on_replaced,
+            sessions=self._dispatcher.pool.sessions,
+            internal=self._internal,
         )
         registration.start()
         return registration
@@ -256,9 +270,21 @@ class RouterServer:
     async def _follow_health(self) -> None:
         while True:
             self._changed.clear()
+            if self._registration is not None:
+                self._registration.tell()
             before = self._health.serving(OVERALL)
             self._health.set(states_of(self._dispatcher.pool.fleet(), by_workers=(GENERATION,), always=(ADMIN,)))
             serving = self._health.serving(OVERALL)
             if serving != before:
                 logger.info("router %s is %s", self.config.router_id, "ready" if serving else "not ready")
             await self._changed.wait()
+
+
+def _add_port(server: grpc.aio.Server, address: str, tls: PublicTls | None, certificates: Renewing | None) -> int:
+    """Let the server listen on ``host:port``; returns the port. Raises RuntimeError if it cannot."""
+    if tls is None or certificates is None:
+        port: int = server.add_insecure_port(address)
+    else:
+        credentials = server_credentials(certificates, mutual=bool(tls.client_ca_file))
+        port = server.add_secure_port(address, credentials)
+    return port

@@ -15,6 +15,7 @@ from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, RequestKey, Ro
 from protos import membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_from_proto, load_from_proto, model_from_proto, role_from_proto
 from router.channels import internal_channel_options
+from security.internal import PLAIN, Internal
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class WorkerClient:
         listener: SessionListener,
         clock: Clock,
         max_message_bytes: int,
+        internal: Internal = PLAIN,
     ) -> None:
         self.member = member
         self.facts: WorkerFacts | None = None
@@ -122,6 +124,7 @@ class WorkerClient:
         self._listener = listener
         self._clock = clock
         self._options = internal_channel_options(max_message_bytes)
+        self._internal = internal
         self._outbox: list[worker_pb2.SessionCommand] = []
         self._mail = asyncio.Event()
         self._last_progress = 0.0
@@ -176,7 +179,9 @@ class WorkerClient:
         try:
             request = worker_pb2.GetStepsRequest(count=count)
             stub = worker_pb2_grpc.WorkerStub(self._channel)
-            reply: worker_pb2.GetStepsReply = await stub.GetSteps(request, timeout=self._timing.dead_after_s)
+            reply: worker_pb2.GetStepsReply = await stub.GetSteps(
+                request, timeout=self._timing.dead_after_s, metadata=self._internal.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise Unavailable(f"{error.code().name}: {error.details()}") from error
         return reply
@@ -189,7 +194,7 @@ class WorkerClient:
             had_session = False
             try:
                 # A channel per session: one that failed may hold on to a dead connection.
-                async with grpc.aio.insecure_channel(self.member.address, options=self._options) as channel:
+                async with self._internal.aio_channel(self.member.address, self._options) as channel:
                     self._channel = channel
                     try:
                         await self._session(channel)
@@ -212,7 +217,7 @@ class WorkerClient:
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
         """One session, until it ends by an exception."""
-        call = worker_pb2_grpc.WorkerStub(channel).Session()
+        call = worker_pb2_grpc.WorkerStub(channel).Session(metadata=self._internal.metadata)
         try:
             async with asyncio.timeout(self._timing.dead_after_s):
                 facts = await self._handshake(call)

@@ -20,12 +20,15 @@ from router.validation import Limits
 from router.worker_client import NO_LONGER_USED, RouterIdentity, SessionListener, SessionTiming, WorkerClient
 from router.worker_health import WorkerHealth
 from router.worker_sets import WorkerNumbers
+from security.internal import PLAIN, Internal
 
 _CIRCUITS = {
     BreakerState.CLOSED: admin_pb2.CIRCUIT_STATE_CLOSED,
     BreakerState.OPEN: admin_pb2.CIRCUIT_STATE_OPEN,
     BreakerState.HALF_OPEN: admin_pb2.CIRCUIT_STATE_HALF_OPEN,
 }
+
+MAX_PROBLEM_CHARS = 1000
 
 
 @dataclass(slots=True)
@@ -101,6 +104,7 @@ class WorkerPool:
 
     Args:
         listener: gets the sessions' news. on_change: called after a worker came, went, or began to drain.
+        internal: how workers are called.
     """
 
     def __init__(
@@ -110,8 +114,11 @@ class WorkerPool:
         listener: SessionListener,
         clock: Clock,
         on_change: Callable[[], None],
+        *,
+        internal: Internal = PLAIN,
     ) -> None:
         self._config = config
+        self._internal = internal
         self._identity = RouterIdentity(config.router_id, incarnation, config.served_name)
         self._timing = SessionTiming(config.heartbeat_s, config.dead_after_s)
         self._listener = listener
@@ -149,6 +156,11 @@ class WorkerPool:
                 self._exchanges[worker_id] = asyncio.create_task(self._exchange(previous, old, new))
         self._on_change()
 
+    def sessions(self) -> tuple[int, str]:
+        """With how many workers there are some, and why not with the others, in a few words."""
+        lacking = [f"{name}: {client.problem}" for name, client in self._clients.items() if not client.connected]
+        return len(self._clients) - len(lacking), "; ".join(lacking)[:MAX_PROBLEM_CHARS]
+
     def _client(self, member: membership_pb2.WorkerDescription) -> WorkerClient:
         return WorkerClient(
             member,
@@ -157,6 +169,7 @@ class WorkerPool:
             listener=self._listener,
             clock=self._clock,
             max_message_bytes=self._config.max_message_bytes,
+            internal=self._internal,
         )
 
     async def _exchange(

@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from pdcore.config import WorkerConfig
 from pdcore.config_json import from_json
 from pdcore.errors import PdserveError
+from security.secret import with_secret_of
 
 
 class Worker(Protocol):
@@ -42,7 +44,8 @@ class Worker(Protocol):
 def run(arguments: Sequence[str], make_worker: Callable[[WorkerConfig], Worker]) -> int:
     """Entry of ``python -m prefill_worker CONFIG.json`` and ``python -m decode_worker CONFIG.json``.
 
-    Prints one line ``READY {"address", "incarnation", "pid"}`` once requests can come.
+    Prints one line ``READY {"address", "incarnation", "pid"}`` once requests can come. The cluster's secret is taken
+    from the environment if the configuration has none.
 
     Returns:
         Exit status: 0 after SIGTERM or SIGINT, 1 if the worker failed or could not start, 2 for bad usage.
@@ -56,6 +59,7 @@ def run(arguments: Sequence[str], make_worker: Callable[[WorkerConfig], Worker])
         signal.signal(signum, lambda *_: asked_to_end.set())
     try:
         config = from_json(WorkerConfig, Path(arguments[0]).read_text())
+        config = replace(config, security=with_secret_of(config.security, os.environ))
         worker = make_worker(config)
         worker.start()
     except (PdserveError, OSError) as error:

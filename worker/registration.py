@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from protos import membership_pb2, membership_pb2_grpc
+from security.internal import PLAIN, Internal
 from worker.grpc_options import CHANNEL_OPTIONS
 
 logger = logging.getLogger(__name__)
@@ -21,8 +22,9 @@ class Registration:
         controller: ``host:port`` of the membership service.
         worker: what to register; complete, since nothing of it changes while the process lives.
         heartbeat_s: seconds between signs of life.
-        on_refused: called with the controller's words if this worker does not fit the cluster; the thread
-            ends then, for trying again cannot help.
+        on_refused: called with the controller's words if this worker does not fit the cluster, or lacks its secret;
+            the thread ends then, for trying again cannot help.
+        internal: how the controller is called.
     """
 
     def __init__(
@@ -32,11 +34,13 @@ class Registration:
         worker: membership_pb2.WorkerDescription,
         heartbeat_s: float,
         on_refused: Callable[[str], None],
+        internal: Internal = PLAIN,
     ) -> None:
         self._controller = controller
         self._worker = worker
         self._heartbeat_s = heartbeat_s
         self._on_refused = on_refused
+        self._internal = internal
         self._state = membership_pb2.WORKER_STATE_SERVING
         self._stopped = threading.Event()
         self._changed = threading.Event()
@@ -73,15 +77,15 @@ class Registration:
     def _run(self) -> None:
         backoff = self._heartbeat_s
         while not self._stopped.is_set():
-            with grpc.insecure_channel(self._controller, options=CHANNEL_OPTIONS) as channel:
+            with self._internal.channel(self._controller, CHANNEL_OPTIONS) as channel:
                 try:
                     stub = membership_pb2_grpc.MembershipStub(channel)
-                    for _ in stub.Register(self._messages()):
+                    for _ in stub.Register(self._messages(), metadata=self._internal.metadata):
                         self._registered.set()
                         backoff = self._heartbeat_s
                 except grpc.RpcError as error:
                     self._registered.clear()
-                    if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                    if error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED):
                         self._on_refused(error.details())
                         return
                     logger.warning("registration with %s lost: %s", self._controller, error.details())

@@ -33,12 +33,13 @@ from kv_transfer.negotiation import may_use
 from kv_transfer.threads import check_cores
 from kv_transfer.transports.catalog import available_transports
 from pdcore.clock import Clock, MonotonicClock
-from pdcore.config import WorkerConfig
+from pdcore.config import PLAINTEXT_TRANSPORTS, WorkerConfig
 from pdcore.errors import ConfigError, InvalidRequest, PdserveError
 from pdcore.faults import FaultPoints
 from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, Role, SamplingParams, WorkerLoad
 from protos import membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_to_proto, model_to_proto, role_to_proto
+from security.internal import Internal
 from worker.engine_loop import EngineLoop
 from worker.grpc_options import SERVER_OPTIONS
 from worker.handler import RoleHandler
@@ -73,6 +74,7 @@ class WorkerRuntime:
         clock: Clock | None = None,
     ) -> None:
         self.config = config
+        self.internal = Internal(config.security)
         self.clock = clock or MonotonicClock()
         self.incarnation = uuid.uuid4().hex
         self.faults = FaultPoints(config.faults)
@@ -258,7 +260,10 @@ class WorkerRuntime:
         """Ways for KV that this worker has and may use; a worker that takes no part in transfers has none."""
         if self.config.role is Role.AGGREGATED:
             return ()
-        return may_use(self.config.transfer.transport, available_transports())
+        available = available_transports()
+        if self.config.encrypted_kv:
+            available = tuple(name for name in available if name not in PLAINTEXT_TRANSPORTS)
+        return may_use(self.config.transfer.transport, available)
 
     def _serve(self) -> None:
         affinity = self.config.transfer.cpu_affinity
@@ -269,6 +274,7 @@ class WorkerRuntime:
                 # Receiving KV beside the step loop costs least from another core.
                 initializer=lambda: os.sched_setaffinity(0, affinity) if affinity else None,
             ),
+            interceptors=self.internal.interceptors(),
             options=SERVER_OPTIONS,
         )
         self.health = health.HealthServicer()
@@ -278,7 +284,7 @@ class WorkerRuntime:
         self._add_services(self._server)
         host, port = self.config.host, self.config.port
         try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
+            bound = self.internal.add_port(self._server, f"{host}:{port}")
         except RuntimeError as error:
             raise ConfigError("worker.port", f"{host}:{port}", f"an address that can be bound ({error})") from error
         self.address = f"{host}:{bound}"
@@ -304,6 +310,7 @@ class WorkerRuntime:
             worker=description,
             heartbeat_s=self.config.heartbeat_s,
             on_refused=lambda words: self.fail(f"the controller refused this worker: {words}"),
+            internal=self.internal,
         )
         self._endings.callback(self._registration.stop)
         self._registration.start()

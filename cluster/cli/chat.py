@@ -28,6 +28,7 @@ from cluster.cli.options import (
     TopP,
     is_text,
 )
+from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from cluster.timeline import Answer
 from protos import generation_pb2, generation_pb2_grpc
 
@@ -59,6 +60,10 @@ def chat(
     priority: RequestClass = None,
     tenant: Tenant = "",
     api_key_file: ApiKeyFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
     cache_salt: CacheSalt = "",
     timeout: Timeout = 600.0,
     stats: Annotated[
@@ -97,7 +102,8 @@ def chat(
     from router.chat_history import ChatHistory
 
     typed = sys.stdin.isatty() and sys.stdout.isatty()
-    with connect_all(address, read_api_key(api_key_file)) as routers:
+    tls = client_tls(tls_ca, tls_cert, tls_key, tls_name)
+    with connect_all(address, read_api_key(api_key_file), tls) as routers:
         served = _served(routers, request.model)
         if typed:
             _say(f"{served} at {routers[0][0]}; /help for what else there is, Ctrl-D to end")

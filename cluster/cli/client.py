@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,10 @@ import typer
 
 from pdcore.addresses import split_addresses
 from pdcore.api_key import key_metadata
+from pdcore.errors import ConfigError
+from pdcore.security import ClientTls
+from security.client import client_channels
+from security.probe import tls_problem
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONNECT_S = 3.0
@@ -46,6 +50,13 @@ _ADVICE = {
     grpc.StatusCode.INTERNAL: "the cluster's log has the details under the request id",
     grpc.StatusCode.UNIMPLEMENTED: "something else than pdserve listens there; check --address",
 }
+
+
+_TLS_FLAGS = {"tls.ca_file": "--tls-ca", "tls.cert_file": "--tls-cert", "tls.key_file": "--tls-key"}
+_TLS_ADVICE = (
+    "--tls-ca FILE (or an https:// address) encrypts, --tls-cert and --tls-key show who you are, --tls-name is the "
+    "name that the cluster's certificate has"
+)
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> typer.Exit:
@@ -94,39 +105,46 @@ class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
     intercept_unary_unary = intercept_unary_stream = _intercept
 
 
+def wrong_file(error: ConfigError) -> typer.Exit:
+    """The end of a command whose certificates are not right."""
+    flag = _TLS_FLAGS.get(error.key, error.key)
+    return fail(str(ConfigError(flag, error.value, error.allowed)), EXIT_USAGE)
+
+
 @contextmanager
-def connect(address: str, api_key: str = "") -> Iterator[grpc.Channel]:
+def connect(address: str, api_key: str = "", tls: ClientTls | None = None) -> Iterator[grpc.Channel]:
     """A channel to a router that answers. Ends the command with an error within `CONNECT_S` if none does."""
-    with connect_all(address, api_key) as routers:
+    with connect_all(address, api_key, tls) as routers:
         yield routers[0][1]
 
 
 @contextmanager
-def connect_all(address: str, api_key: str = "") -> Iterator[list[tuple[str, grpc.Channel]]]:
+def connect_all(
+    address: str, api_key: str = "", tls: ClientTls | None = None
+) -> Iterator[list[tuple[str, grpc.Channel]]]:
     """Each router of ``HOST:PORT[,HOST:PORT]`` and a channel to it, whose calls have the key, if there is one; those
-    that answer already come first.
+    that answer already come first. `tls`: as of `router.client.Client`.
 
     Ends the command with an error within `CONNECT_S` if none answers.
     """
-    try:
-        names = split_addresses(address)
-    except ValueError as error:
-        raise fail(f"--{error}", EXIT_USAGE) from None
     options = (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     )
-    channels = {name: grpc.insecure_channel(name, options=options) for name in names}
+    try:
+        names = split_addresses(address)
+        channels = dict(zip(names, client_channels(names, tls, options), strict=True))
+    except ValueError as error:
+        raise fail(f"--{error}", EXIT_USAGE) from None
+    except ConfigError as error:
+        raise wrong_file(error) from None
     one_is_up = threading.Event()
     futures = {name: grpc.channel_ready_future(channel) for name, channel in channels.items()}
     try:
         for future in futures.values():
             future.add_done_callback(lambda _: one_is_up.set())
         if not one_is_up.wait(CONNECT_S):
-            raise fail(
-                f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
-                f"give the address that it printed with --address HOST:PORT"
-            )
+            raise _nobody_answers(address, names, tls)
         routers = sorted(channels.items(), key=lambda item: not futures[item[0]].done())
         if api_key:
             routers = [(name, grpc.intercept_channel(channel, _WithKey(api_key))) for name, channel in routers]
@@ -135,6 +153,17 @@ def connect_all(address: str, api_key: str = "") -> Iterator[list[tuple[str, grp
         for name, channel in channels.items():
             futures[name].cancel()
             channel.close()
+
+
+def _nobody_answers(address: str, names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
+    for name in names:
+        problem = tls_problem(name, tls)
+        if problem:
+            return fail(f"no connection with {name}: {problem}; {_TLS_ADVICE}")
+    return fail(
+        f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
+        f"give the address that it printed with --address HOST:PORT"
+    )
 
 
 def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typer.Exit:

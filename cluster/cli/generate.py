@@ -30,6 +30,7 @@ from cluster.cli.options import (
     is_text,
 )
 from cluster.cli.structured import structured_output
+from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from cluster.timeline import Answer, samples_to_dict, timeline_tables
 from pdcore.types import MAX_SAMPLES
 from protos import generation_pb2
@@ -98,6 +99,10 @@ def generate(
     priority: RequestClass = None,
     tenant: Tenant = "",
     api_key_file: ApiKeyFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
     cache_salt: CacheSalt = "",
     request_id: Annotated[str, typer.Option(help="Name of the request; made up if unset.")] = "",
     idempotency_key: Annotated[
@@ -184,7 +189,8 @@ def generate(
         _set_bias(request.sampling, entry)
     for name, value in {**sampling, "stop_token": stop_token, "allowed_token": allowed_token}.items():
         set_sampling(request.sampling, name, value)
-    with connect_all(address, read_api_key(api_key_file)) as routers:
+    tls = client_tls(tls_ca, tls_cert, tls_key, tls_name)
+    with connect_all(address, read_api_key(api_key_file), tls) as routers:
         count = min(n or 1, MAX_SAMPLES)  # more are refused by the cluster
         answers = [Answer("request")] if count == 1 else [Answer(f"sample {i}", i) for i in range(count)]
         try:

@@ -58,6 +58,14 @@ def serve(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key; may be repeated.")
     ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Let routers, workers and the controller listen without TLS on addresses that other machines can "
+            "reach; see docs/security.md.",
+        ),
+    ] = False,
     print_config: Annotated[
         bool,
         typer.Option(
@@ -100,6 +108,8 @@ def serve(
             "router.http_port": http_port,
             "router.replicas": routers,
             "ray.address": ray_address,
+            "router.allow_insecure_listen": insecure or None,
+            "ray.allow_insecure_listen": insecure or None,
         },
         assignments or (),
     )

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call
 from cluster.cli.steps import show_steps
+from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from protos import admin_pb2, admin_pb2_grpc, membership_pb2, routers_pb2, worker_pb2
 
 _ROLES = {
@@ -33,10 +34,15 @@ _CIRCUITS = {
 
 
 def status(
+    *,
     address: Annotated[str, typer.Option(help="HOST:PORT of a running cluster.")] = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     steps: Annotated[bool, typer.Option("--steps", help="What each worker's last steps did, and why.")] = False,
     last: Annotated[int, typer.Option(min=1, max=512, help="How many steps --steps shows.")] = 20,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_name: TlsName = "",
 ) -> None:
     """Show the pools, workers and load of a running cluster.
 
@@ -48,7 +54,7 @@ def status(
 
       pdserve status --steps --last 50
     """
-    with connect(address) as channel:
+    with connect(address, tls=client_tls(tls_ca, tls_cert, tls_key, tls_name)) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
         reply: admin_pb2.GetStatusReply | admin_pb2.GetClusterStepsReply
         try:

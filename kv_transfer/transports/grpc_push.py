@@ -30,6 +30,7 @@ from kv_transfer.transports.grpc_options import CHANNEL_OPTIONS
 from kv_transfer.transports.wire import message_from_proto, message_to_proto, reply_from_proto, reply_to_proto
 from pdcore.errors import FrameError
 from protos import kv_pb2, kv_pb2_grpc
+from security.internal import PLAIN, Internal
 
 _WAIT_S = 1.0  # how long a thread sleeps before it looks whether its stream is gone
 
@@ -60,10 +61,18 @@ class GrpcPushLink:
         listener: hears replies and the end, from the link's reader thread.
         message_bytes: payload of one message, about.
         cores: affinity of the link's own thread; empty leaves it free.
+        internal: how other workers are called.
     """
 
     def __init__(
-        self, address: str, hello: Hello, listener: LinkListener, *, message_bytes: int, cores: tuple[int, ...] = ()
+        self,
+        address: str,
+        hello: Hello,
+        listener: LinkListener,
+        *,
+        message_bytes: int,
+        cores: tuple[int, ...] = (),
+        internal: Internal = PLAIN,
     ) -> None:
         self._listener = listener
         self._message_bytes = message_bytes
@@ -73,8 +82,8 @@ class GrpcPushLink:
         self._outbox.append((hello, None))
         self._finishing = False  # no more posts; the outbox is sent, then the stream half-closed
         self._gone = False
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._call = kv_pb2_grpc.KvStub(self._channel).Push(self._requests())
+        self._channel = internal.channel(address, CHANNEL_OPTIONS)
+        self._call = kv_pb2_grpc.KvStub(self._channel).Push(self._requests(), metadata=internal.metadata)
         self._reader = threading.Thread(target=self._read, name=f"kv-link {address}", daemon=True)
         self._reader.start()
 
@@ -138,7 +147,7 @@ class GrpcPushLink:
                 self._listener.on_reply(reply_from_proto(reply))
         except grpc.RpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-            refused = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            refused = error.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
         except FrameError as error:
             reason = str(error)
         finally:

@@ -88,7 +88,7 @@ def test_serve_flags_reach_the_configuration_and_win_over_the_file(tmp_path: Pat
     path = tmp_path / "cluster.yaml"
     path.write_text("model: other\nrouter: {grpc_port: 1, max_queue: 7}\n")
     workers = ["--prefill", "2", "--decode", "3", "--aggregated", "1", "--model", "m", "--dtype", "float32"]
-    addresses = ["--host", "0.0.0.0", "--grpc-port", "4", "--ray-address", "auto"]
+    addresses = ["--host", "0.0.0.0", "--insecure", "--grpc-port", "4", "--ray-address", "auto"]
     code, out, err = invoke("serve", "--config", str(path), *workers, *addresses, "--print-config")
     assert code == 0, err
     path.write_text(out)
@@ -97,6 +97,8 @@ def test_serve_flags_reach_the_configuration_and_win_over_the_file(tmp_path: Pat
     assert (config.model, config.dtype) == ("m", "float32")
     assert (config.router.host, config.router.grpc_port, config.router.max_queue) == ("0.0.0.0", 4, 7)
     assert config.ray.address == "auto"
+    assert config.router.allow_insecure_listen
+    assert config.ray.allow_insecure_listen
 
 
 def test_aggregated_alone_means_nothing_else(tmp_path: Path) -> None:

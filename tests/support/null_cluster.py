@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pdcore.config import RouterConfig
+from pdcore.security import ClientTls
 from pdcore.types import Role
 from router.client import AsyncClient
 from router.service import RouterServer
@@ -27,12 +28,16 @@ class NullCluster:
     """Use with `async with`. `workers` by worker id; `client` talks to the router.
 
     Args:
-        model_path: folder with a tokenizer. options: of RouterConfig.
+        model_path: folder with a tokenizer. client_tls: of `client`. options: of RouterConfig; its `security` is
+            the membership's as well.
     """
 
-    def __init__(self, model_path: Path, workers: list[NullWorker], **options: object) -> None:
+    def __init__(
+        self, model_path: Path, workers: list[NullWorker], *, client_tls: ClientTls | None = None, **options: object
+    ) -> None:
         self.workers = {worker.worker_id: worker for worker in workers}
-        self.membership = StaticMembership()
+        self.membership = StaticMembership(security=options.get("security"))  # type: ignore[arg-type]
+        self._client_tls = client_tls
         self._model_path = model_path
         self._options: dict[str, object] = {
             "heartbeat_s": 0.1,
@@ -57,7 +62,7 @@ class NullCluster:
         )
         self.router = RouterServer(config)
         await self.router.start()
-        self.client = AsyncClient(self.router.address)
+        self.client = AsyncClient(self.router.address, tls=self._client_tls)
         await self.connected()
         return self
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 import grpc
 from tokenizers import Tokenizer
 
+from pdcore.security import InternalSecurity
 from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, RequestKey, Role
 from protos import kv_pb2, kv_pb2_grpc, membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_to_proto, model_to_proto, role_to_proto
+from security.internal import Internal
 
 Script = Callable[[worker_pb2.WorkerRequest, int], int]
 Hook = Callable[[str, RequestKey, int], Awaitable[None]]
@@ -128,7 +130,9 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
         heartbeat_s: float = 0.1,
         stall_s: float = 1.0,
         codecs: tuple[str, ...] = ("raw",),
+        security: InternalSecurity | None = None,
     ) -> None:
+        self._internal = Internal(security or InternalSecurity())
         self.worker_id = worker_id
         self.role = role
         self.incarnation = uuid.uuid4().hex
@@ -155,10 +159,13 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
     # -- life ----------------------------------------------------------------------------------------------------
 
     async def start(self) -> NullWorker:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])
+        self._server = grpc.aio.server(
+            interceptors=self._internal.aio_interceptors(),
+            options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)],
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
         kv_pb2_grpc.add_KvServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self._internal.add_port(self._server, '127.0.0.1:0')}"
         await self._server.start()
         return self
 
@@ -394,9 +401,10 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
             num_tokens=ticket.num_tokens,
             first_tokens=first_tokens,
         )
-        async with grpc.aio.insecure_channel(endpoint.address) as channel:
+        async with self._internal.aio_channel(endpoint.address, ()) as channel:
             call = kv_pb2_grpc.KvStub(channel).Push(
-                iter([kv_pb2.PushMessage(hello=kv_pb2.PushHello()), kv_pb2.PushMessage(manifest=manifest)])
+                iter([kv_pb2.PushMessage(hello=kv_pb2.PushHello()), kv_pb2.PushMessage(manifest=manifest)]),
+                metadata=self._internal.metadata,
             )
             try:
                 async for reply in call:

@@ -13,13 +13,22 @@ import grpc
 from pdcore.types import PROTOCOL_VERSION, RequestSpec
 from protos import worker_pb2, worker_pb2_grpc
 from protos.convert import spec_to_proto
+from security.internal import PLAIN, Internal
 from worker.grpc_options import CHANNEL_OPTIONS
 
 
 class SessionClient:
     """Opens a session, renews it by heartbeats, and keeps everything that the worker says."""
 
-    def __init__(self, address: str, router_id: str = "", *, heartbeats: bool = True, **hello: object) -> None:
+    def __init__(
+        self,
+        address: str,
+        router_id: str = "",
+        *,
+        heartbeats: bool = True,
+        internal: Internal = PLAIN,
+        **hello: object,
+    ) -> None:
         self.router_id = router_id or f"test-{uuid.uuid4().hex[:8]}"
         self._commands: queue.SimpleQueue[worker_pb2.SessionCommand | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -32,7 +41,7 @@ class SessionClient:
         self.reports = 0
         self.ended: str | None = None
         self.heartbeats = heartbeats
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = internal.channel(address, CHANNEL_OPTIONS)
         fields: dict[str, object] = {
             "protocol_min": PROTOCOL_VERSION,
             "protocol_max": PROTOCOL_VERSION,
@@ -40,7 +49,7 @@ class SessionClient:
             "router_incarnation": f"{self.router_id}-1",
         }
         self._commands.put(worker_pb2.SessionCommand(hello=worker_pb2.Hello(**(fields | hello))))
-        self._stream = worker_pb2_grpc.WorkerStub(self._channel).Session(self._iterate())
+        self._stream = worker_pb2_grpc.WorkerStub(self._channel).Session(self._iterate(), metadata=internal.metadata)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import grpc
 
+from pdcore.security import InternalSecurity
 from protos import membership_pb2, membership_pb2_grpc, routers_pb2_grpc
+from security.internal import Internal
 
 
 class _Anybody(routers_pb2_grpc.RoutersServicer):
@@ -22,8 +24,9 @@ class StaticMembership(membership_pb2_grpc.MembershipServicer):
     """Serves `Membership.Watch`; `set` changes the list for all watchers. Routers may register, to no effect, and
     keys are not given."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, security: InternalSecurity | None = None) -> None:
         self._port = port
+        self._internal = Internal(security or InternalSecurity())
         self._members: list[membership_pb2.Member] = []
         self._version = 0
         self._changed = asyncio.Event()
@@ -31,10 +34,12 @@ class StaticMembership(membership_pb2_grpc.MembershipServicer):
         self.address = ""
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        self._server = grpc.aio.server(
+            interceptors=self._internal.aio_interceptors(), options=[("grpc.so_reuseport", 0)]
+        )
         membership_pb2_grpc.add_MembershipServicer_to_server(self, self._server)
         routers_pb2_grpc.add_RoutersServicer_to_server(_Anybody(), self._server)
-        self._port = self._server.add_insecure_port(f"127.0.0.1:{self._port}")
+        self._port = self._internal.add_port(self._server, f"127.0.0.1:{self._port}")
         self.address = f"127.0.0.1:{self._port}"
         await self._server.start()
 

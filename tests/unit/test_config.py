@@ -250,7 +250,8 @@ def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
         "prefill: {workers: 2, block_size: 8, num_blocks: 5, threads: 3, cpu_affinity: [1]}\n"
         "decode: {workers: 1, prefix_cache: false, swap_memory: 1MiB, preemption: swap, "
         "scheduler: {max_num_seqs: 9, max_num_batched_tokens: 100, local_prefill_tokens: 3}}\n"
-        "aggregated: {workers: 1}\ntransfer: {codec: zstd, lease_s: 4, cpu_affinity: []}\n",
+        "aggregated: {workers: 1}\ntransfer: {codec: zstd, lease_s: 4, cpu_affinity: []}\n"
+        "ray: {allow_insecure_listen: true}\n",
     )
     workers = config.worker_configs(
         model_path=model, served_name="m", controller="127.0.0.1:1", host="10.0.0.1", cores=CORES
@@ -277,7 +278,8 @@ def test_workers_get_what_the_file_says(tmp_path: Path, model: Path) -> None:
 def test_router_gets_what_the_file_says(tmp_path: Path, model: Path) -> None:
     config = load_text(
         tmp_path,
-        "name: blue\nserved_name: s\nheartbeat_s: 0.25\nrouter: {host: 0.0.0.0, grpc_port: 0, max_queue: 3, "
+        "name: blue\nserved_name: s\nheartbeat_s: 0.25\nrouter: {host: 0.0.0.0, allow_insecure_listen: true, "
+        "grpc_port: 0, max_queue: 3, "
         "token_window: 5, max_replays: 0, client_stall_timeout_s: 9, max_message_bytes: 1MiB, "
         "max_queued_prefill_tokens: 11, max_running_per_worker: 12}\n",
     )

@@ -19,6 +19,7 @@ OURS = (
     "worker",
     "engine",
     "kv_transfer",
+    "security",
     "protos",
 )
 WIRE = ("grpc", "google.protobuf")
@@ -37,6 +38,7 @@ PDCORE = (
     "native_build",
     "objective",
     "queueing",
+    "security",
     "step_time",
     "types",
 )
@@ -78,24 +80,34 @@ CASES = [
     ("engine.engine", (*others("engine"), *WIRE, *SERVING)),
     ("engine.loader", (*others("engine"), *WIRE, *SERVING)),
     ("engine.model_store", (*others("engine"), *WIRE, *SERVING)),
-    ("kv_transfer.sender", (*others("kv_transfer", "protos"), *SERVING)),
-    ("kv_transfer.receiver", (*others("kv_transfer", "protos"), *SERVING)),
-    ("router.service", (*others("router", "protos"), *SERVING, "torch", "triton")),
+    ("security.internal", (*others("security"), *SERVING, *HEAVY)),
+    ("kv_transfer.sender", (*others("kv_transfer", "security", "protos"), *SERVING)),
+    ("kv_transfer.receiver", (*others("kv_transfer", "security", "protos"), *SERVING)),
+    ("router.service", (*others("router", "security", "protos"), *SERVING, "torch", "triton")),
     # A client's program stays small, and starts at once.
-    ("router.client", (*others("router", "protos"), *SERVING, *HEAVY, "numpy", "tokenizers", "fastapi", "yaml")),
-    ("worker.runtime", (*others("worker", "engine", "kv_transfer", "protos"), *SERVING)),
-    ("worker.hosted", (*others("worker"), *SERVING, *HEAVY)),
-    ("prefill_worker.worker", (*others("prefill_worker", "worker", "engine", "kv_transfer", "protos"), *SERVING)),
-    ("decode_worker.worker", (*others("decode_worker", "worker", "engine", "kv_transfer", "protos"), *SERVING)),
+    (
+        "router.client",
+        (*others("router", "security", "protos"), *SERVING, *HEAVY, "numpy", "tokenizers", "fastapi", "yaml"),
+    ),
+    ("worker.runtime", (*others("worker", "engine", "kv_transfer", "security", "protos"), *SERVING)),
+    ("worker.hosted", (*others("worker", "security"), *SERVING, *HEAVY)),
+    (
+        "prefill_worker.worker",
+        (*others("prefill_worker", "worker", "engine", "kv_transfer", "security", "protos"), *SERVING),
+    ),
+    (
+        "decode_worker.worker",
+        (*others("decode_worker", "worker", "engine", "kv_transfer", "security", "protos"), *SERVING),
+    ),
     # The shells bring Ray, and torch only once an actor is made: the driver stays small.
-    ("prefill_worker.actor", (*others("prefill_worker", "worker"), *HEAVY)),
-    ("decode_worker.actor", (*others("decode_worker", "worker"), *HEAVY)),
+    ("prefill_worker.actor", (*others("prefill_worker", "worker", "security"), *HEAVY)),
+    ("decode_worker.actor", (*others("decode_worker", "worker", "security"), *HEAVY)),
     ("cluster.cores", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.config", (*others("cluster"), *WIRE, "ray", "typer", *HEAVY)),
-    ("cluster.membership", (*others("cluster", "worker", "protos"), *SERVING, *HEAVY)),
+    ("cluster.membership", (*others("cluster", "worker", "security", "protos"), *SERVING, *HEAVY)),
     ("cluster.controller", ("simulator", "engine", "kv_transfer", "torch", "triton")),
     # `pdserve --help` and the client commands answer at once.
-    ("cluster.cli.main", (*others("cluster", "protos"), "ray", *HEAVY)),
+    ("cluster.cli.main", (*others("cluster", "security", "protos"), "ray", *HEAVY)),
 ]
 
 

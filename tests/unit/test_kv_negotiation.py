@@ -95,10 +95,12 @@ def test_impossible_pairs_are_left_out_with_the_reason(transport: str, change: d
         assert words in left_out.reason
 
 
-def test_plain_text_within_a_host_is_no_leak() -> None:
+def test_where_the_stream_is_encrypted_only_shared_memory_is_beside_it() -> None:
     encrypted = replace(HERE, tls=True)
-    for transport in (SHM, COLLECTIVE, NIXL):
-        assert usable(offer(encrypted, transport), offer(encrypted)) == (transport, GRPC)
+    assert usable(offer(encrypted, SHM), offer(encrypted)) == (SHM, GRPC)
+    for transport in (COLLECTIVE, NIXL):
+        assert usable(offer(encrypted, transport), offer(encrypted)) == (GRPC,)
+        assert usable(offer(HERE, transport), offer(encrypted)) == (GRPC,)  # one end is enough
 
 
 def test_a_transport_that_is_not_known_is_no_reason_to_fail() -> None:
