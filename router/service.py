@@ -35,6 +35,7 @@ from router.registration import RouterRegistration
 from router.tokenizer import TextModel
 from security.credentials import public_files, server_credentials
 from security.files import Renewing
+from security.http import server_context
 from security.internal import Internal
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class RouterServer:
             raise ConfigError("router.grpc_port", wanted, "an address that can be listened on") from error
         if config.http_port >= 0:
             try:
-                self._http = await self._start_http(calls, door, self.metrics)
+                self._http = await self._start_http(calls, door, self.metrics, certificates)
             except ConfigError:
                 self._text_model.close()
                 await server.stop(None)
@@ -235,10 +236,16 @@ class RouterServer:
             self._text_model.close()
         logger.info("router %s has stopped", self.config.router_id)
 
-    async def _start_http(self, calls: Calls, door: Door, metrics: RouterMetrics) -> HttpServer:
+    async def _start_http(
+        self, calls: Calls, door: Door, metrics: RouterMetrics, certificates: Renewing | None
+    ) -> HttpServer:
         from router.openai.server import HttpServer  # pydantic comes with it, which nothing else of a router needs
 
-        http = HttpServer(self.config, calls, door, metrics, serving=lambda: self._health.serving(OVERALL))
+        tls = self.config.tls
+        context = None if tls is None or certificates is None else server_context(tls, certificates)
+        http = HttpServer(
+            self.config, calls, door, metrics, serving=lambda: self._health.serving(OVERALL), tls=context
+        )
         await http.start()
         self.http_address = http.address
         return http

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -55,6 +57,7 @@ async def cluster(model: Path, authority: Authority) -> AsyncIterator[NullCluste
         security=security,
         tls=authority.public(mutual=True),
         client_tls=authority.client(),
+        http_port=0,
     ) as cluster:
         yield cluster
 
@@ -110,6 +113,30 @@ async def test_who_is_not_let_in_inside(cluster: NullCluster, authority: Authori
     assert cluster["d0"].sessions == 1
 
 
+async def health(address: str, tls: ClientTls) -> int:
+    """Status of the HTTP interface's answer. Raises httpx.TransportError."""
+    context = ssl.create_default_context(cafile=tls.ca_file)
+    if tls.cert_file:
+        context.load_cert_chain(tls.cert_file, tls.key_file)
+    async with httpx.AsyncClient(verify=context) as client:
+        return (await client.get(f"https://{address}/health")).status_code
+
+
+async def test_http(cluster: NullCluster, authority: Authority, stranger: Authority) -> None:
+    address, mine = cluster.router.http_address, authority.client()
+    assert await health(address, mine) == 200
+    for tls in (
+        ClientTls(mine.ca_file),
+        replace(stranger.client(), ca_file=mine.ca_file),
+        replace(mine, ca_file=stranger.ca_file),
+    ):
+        with pytest.raises(httpx.TransportError):
+            await health(address, tls)
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(httpx.TransportError):
+            await client.get(f"http://{address}/health")
+
+
 async def pdserve(*arguments: str) -> tuple[int, str, str]:
     """Exit code, output and errors of the command."""
     result = await asyncio.to_thread(CliRunner().invoke, app, list(arguments), prog_name="pdserve")
@@ -156,7 +183,6 @@ async def test_a_rogue_worker_is_refused() -> None:
             stub = membership_pb2_grpc.MembershipStub(channel)
             for metadata in ((), ((SECRET_METADATA, SECRET + "x"),), (right, right)):
                 call = stub.Register(metadata=metadata)
-                await call.write(membership_pb2.Registration(worker=rogue.description, state=SERVING))
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
                 assert "secret_file" in await call.details()
                 watch = stub.Watch(membership_pb2.WatchRequest(), metadata=metadata)
@@ -176,7 +202,7 @@ async def test_renewed_certificates_are_used_without_a_restart(model: Path, tmp_
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     security, public = old.internal(), old.public()
     assert security.tls is not None
-    async with NullCluster(model, pair(security=security), security=security, tls=public) as cluster:
+    async with NullCluster(model, pair(security=security), security=security, tls=public, http_port=0) as cluster:
         Path(old.ca_file).write_bytes(Path(old.ca_file).read_bytes() + Path(new.ca_file).read_bytes())
         for tls, issued in (
             (public, new.issue("outer", "127.0.0.1")),
@@ -185,6 +211,7 @@ async def test_renewed_certificates_are_used_without_a_restart(model: Path, tmp_
             shutil.copy(issued[0], tls.cert_file)
             shutil.copy(issued[1], tls.key_file)
         await asyncio.sleep(1.1)  # files are looked at once a second
+        assert await health(cluster.router.http_address, ClientTls(new.ca_file)) == 200
         async with AsyncClient(cluster.router.address, tls=ClientTls(new.ca_file)) as client:
             await client.complete("x", FOUR)
             # The router opens a session with a worker that has nothing but the new certificate.
