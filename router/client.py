@@ -32,7 +32,7 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any, Unpack
 
 import grpc
@@ -42,7 +42,15 @@ from pdcore.errors import RequestCancelled, RequestError
 from pdcore.security import ClientTls
 from protos import generation_pb2, generation_pb2_grpc
 from router.channels import client_options
-from router.client_messages import Priority, Prompt, RequestOptions, Sampling, build_request, tokenize_request
+from router.client_messages import (
+    Messages,
+    Priority,
+    Prompt,
+    RequestOptions,
+    Sampling,
+    build_request,
+    tokenize_request,
+)
 from router.client_retry import NEVER, Retry
 from router.client_stream import AsyncStream, Completion, Event, Progress, Stream, finish_reason_name
 from router.failover import Deadline, Rotation, raise_unless_next
@@ -55,6 +63,7 @@ __all__ = [
     "Client",
     "Completion",
     "Event",
+    "Messages",
     "Priority",
     "Prompt",
     "RequestOptions",
@@ -253,7 +262,7 @@ class Client:
         return reply
 
     def tokenize(
-        self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout_s: float = 10.0
+        self, prompt: str | Messages | generation_pb2.Chat, *, model: str = "", timeout_s: float = 10.0
     ) -> list[int]:
         """Token ids of a text or of chat messages."""
         reply = self._call("Tokenize", tokenize_request(prompt, model), timeout_s)
@@ -406,7 +415,7 @@ class AsyncClient:
         return reply
 
     async def tokenize(
-        self, prompt: str | Sequence[Mapping[str, str]], *, model: str = "", timeout_s: float = 10.0
+        self, prompt: str | Messages | generation_pb2.Chat, *, model: str = "", timeout_s: float = 10.0
     ) -> list[int]:
         """See `Client.tokenize`."""
         reply = await self._call("Tokenize", tokenize_request(prompt, model), timeout_s)

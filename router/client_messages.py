@@ -9,8 +9,13 @@ from typing import Any, Literal, TypedDict
 
 from protos import generation_pb2, worker_pb2
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages with ``role`` and ``content``."""
+Messages = Sequence[Mapping[str, str]]
+"""What is said so far: ``role`` and ``content`` of each message, ``name`` and ``tool_call_id`` if any."""
+
+Prompt = str | Sequence[int] | Messages | generation_pb2.Chat
+"""Text, token ids, chat messages, or a whole `Chat`, which can also offer tools."""
+
+_MESSAGE_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
 
 Priority = Literal["", "interactive", "standard", "batch"]
 """Class of a request; empty: the tenant's."""
@@ -112,7 +117,7 @@ def build_request(
         message.priority = _PRIORITIES[priority]
     if isinstance(prompt, str):
         message.prompt = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif isinstance(prompt, generation_pb2.Chat) or (prompt and isinstance(prompt[0], Mapping)):
         message.chat.CopyFrom(_chat_message(prompt))
     else:
         message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # the branch above has taken the messages
@@ -162,13 +167,17 @@ def _structured_message(sampling: Sampling) -> worker_pb2.StructuredOutput | Non
     return worker_pb2.StructuredOutput(**asked) if asked else None
 
 
-def _chat_message(messages: Sequence[Any]) -> generation_pb2.Chat:
-    return generation_pb2.Chat(
-        messages=[generation_pb2.ChatMessage(role=entry["role"], content=entry["content"]) for entry in messages]
-    )
+def _chat_message(messages: Any) -> generation_pb2.Chat:
+    if isinstance(messages, generation_pb2.Chat):
+        return messages
+    for entry in messages:
+        unknown = entry.keys() - _MESSAGE_FIELDS
+        if unknown:
+            raise ValueError(f"a message has {', '.join(sorted(_MESSAGE_FIELDS))}, got {', '.join(sorted(unknown))}")
+    return generation_pb2.Chat(messages=[generation_pb2.ChatMessage(**entry) for entry in messages])
 
 
-def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str) -> generation_pb2.TokenizeRequest:
+def tokenize_request(prompt: str | Messages | generation_pb2.Chat, model: str) -> generation_pb2.TokenizeRequest:
     if isinstance(prompt, str):
         return generation_pb2.TokenizeRequest(model=model, prompt=prompt)
     return generation_pb2.TokenizeRequest(model=model, chat=_chat_message(prompt))

@@ -26,7 +26,12 @@ def main(address: str) -> None:
         print(f"\n[{stream.request_id}: {count} tokens, first after {ms:.0f} ms]")
 
         # At once, by a schema: the answer is JSON that fits it.
-        schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+        schema = {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "legs": {"type": "integer"}},
+            "required": ["name", "legs"],
+            "additionalProperties": False,
+        }
         answer = client.complete("A dog, as JSON: ", Sampling(max_tokens=48, json_schema=schema), timeout_s=60)
         print(answer.text, answer.finish_reason)
 

@@ -275,7 +275,19 @@ async def test_a_real_router_knows_the_client_s_ids(tmp_path: Path) -> None:
         await cluster.empty()
 
 
+def test_a_prompt_may_be_a_whole_chat() -> None:
+    chat = generation_pb2.Chat(
+        messages=[generation_pb2.ChatMessage(role="user", content="x")], tools=[generation_pb2.Tool(name="f")]
+    )
+    assert build_request(chat).chat == chat
+    result = {"role": "tool", "content": "4", "name": "f", "tool_call_id": "c1"}
+    (message,) = build_request([result]).chat.messages
+    assert (message.role, message.content, message.name, message.tool_call_id) == tuple(result.values())
+
+
 def test_what_is_easily_mistaken_is_refused() -> None:
+    with pytest.raises(ValueError, match="got tool_calls"):
+        build_request([{"role": "assistant", "content": "", "tool_calls": []}])  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="stop: a sequence"):
         Sampling(stop="\n")
     with pytest.raises(ValueError, match="interactive, standard, batch"):
