@@ -163,6 +163,7 @@ class Named(PromptNames):
     def __init__(self, hashes: list[Name]) -> None:
         super().__init__((), "")
         self._hashes = hashes
+        self.joined(NAMING)
 
     def by(self, naming: tuple[str, int]) -> list[Name]:
         return self._hashes

@@ -88,6 +88,8 @@ class ExpectedPrefixes:
         self._prompts: OrderedDict[tuple[int, bytes], _Prompt] = OrderedDict()
         self._last_names: dict[int, set[bytes]] = {}
         self._names = 0
+        self.changes = 0
+        """Goes up with every change of what `match` finds."""
 
     def __len__(self) -> int:
         """Names of blocks and prompts, together."""
@@ -107,6 +109,7 @@ class ExpectedPrefixes:
             self._prompts[key].until = now + self._lifetime_s
             self._prompts.move_to_end(key)
             return
+        self.changes += 1
         edge = self._root
         depth = 0
         while depth < len(hashes):
@@ -144,6 +147,7 @@ class ExpectedPrefixes:
     def end(self, worker: int, last_name: bytes) -> None:
         """The prompt of this worker that ends so counts no longer; KeyError if there is none."""
         edge: _Edge = self._prompts.pop((worker, last_name)).edge
+        self.changes += 1
         last_names = self._last_names[worker]
         last_names.remove(last_name)
         if not last_names:

@@ -26,12 +26,13 @@ from itertools import islice
 from typing import NamedTuple
 
 from router.expected_prefixes import ExpectedPrefixes, Group
-from router.worker_sets import WorkerSet
+from router.fleet import Column
+from router.holders import Holders
+from router.native.holders import NativeHolders, native_holders
+from router.worker_sets import WorkerSet, spread
 
 EXPECTED_SHARE = 8
 """One in so many entries of an index is for what workers are expected to announce."""
-
-_SHARDS = 256  # by a name's first byte; a dict that grows copies itself, and no large one shall make requests wait
 
 
 @dataclass(slots=True)
@@ -39,14 +40,12 @@ class _Known:
     """What is known of one worker's cache.
 
     Attributes:
-        bit: the set of this worker alone, one object for all blocks that nobody else holds.
         recent: names in the order of announcement or, later, use. cold: names in the order in which they will be
             given up if nobody uses them. Dicts, whose values mean nothing: sets have no order, and cost the garbage
             collector time.
         following: number of the event that comes next.
     """
 
-    bit: WorkerSet
     recent: dict[bytes, None] = field(default_factory=dict)
     cold: dict[bytes, None] = field(default_factory=dict)
     following: int = 0
@@ -115,9 +114,12 @@ class PrefixIndex:
             When it is full, workers of which no less is known than of the average take turns to give up a little of
             what was announced or used longest ago, ends before beginnings.
         expected_s: how long a prompt that a worker was sent counts as cached there if the worker says nothing.
+        holders: an empty one; None is the fastest there is.
     """
 
-    def __init__(self, max_blocks: int, expected_s: float = 10.0) -> None:
+    def __init__(
+        self, max_blocks: int, expected_s: float = 10.0, holders: Holders | NativeHolders | None = None
+    ) -> None:
         if max_blocks < 1:
             raise ValueError(f"max_blocks is {max_blocks}, and must be at least 1")
         if expected_s <= 0:
@@ -126,10 +128,11 @@ class PrefixIndex:
         self._expected = ExpectedPrefixes(for_expected, expected_s)
         self._max_known = max_blocks - for_expected
         self._known: OrderedDict[int, _Known] = OrderedDict()  # by worker; the first is the next to give up something
-        self._holders: list[dict[bytes, WorkerSet]] = [{} for _ in range(_SHARDS)]
+        self._holders = holders if holders is not None else new_holders()
         self._pairs = 0
         self._dropped = 0
         self._gaps = 0
+        self._changes = 0
 
     # -- what workers tell ---------------------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class PrefixIndex:
         joined = not gap and first == known.following
         if not joined:
             self._gaps += 1
-            self._forget_known(known)
+            self._forget_known(worker, known)
         known.following = first + len(events)
         self._apply(worker, known, events)
         self._make_room()
@@ -158,7 +161,7 @@ class PrefixIndex:
         `following`: number of the first event that this does not contain.
         """
         known = self._known_of(worker)
-        self._forget_known(known)
+        self._forget_known(worker, known)
         known.following = following
         self._apply(worker, known, [(True, name) for name in names])
         self._make_room()
@@ -167,46 +170,50 @@ class PrefixIndex:
         """The worker is gone, or starts anew with an empty cache and events from 0 on."""
         known = self._known.pop(worker, None)
         if known is not None:
-            self._forget_known(known)
+            self._forget_known(worker, known)
         self._expected.forget(worker)
 
     def _apply(self, worker: int, known: _Known, events: Sequence[tuple[bool, bytes]]) -> None:
         before = len(known)
-        bit, recent, cold, holders = known.bit, known.recent, known.cold, self._holders
-        # Successive events are often of one path, and held by the same others: such sets are made once and shared.
-        seen = shared = 0
+        recent, cold = known.recent, known.cold
+        # Runs of names that came or went.
+        run: list[bytes] = []
+        coming = True
         for added, name in events:
-            shard = holders[name[0]]
+            if added is not coming:
+                self._change(worker, coming, run)
+                run, coming = [], added
             if added:
-                others = shard.setdefault(name, bit)
-                if others is not bit:
-                    if others is not seen:
-                        seen, shared = others, others | bit
-                    shard[name] = shared
-                if name not in cold:
+                if name not in cold and name not in recent:
                     recent[name] = None
+                    run.append(name)
             elif name in recent:
                 del recent[name]
-                _take(shard, name, bit)
+                run.append(name)
             elif name in cold:
                 del cold[name]
-                _take(shard, name, bit)
+                run.append(name)
+        self._change(worker, coming, run)
         self._pairs += len(known) - before
         last_names = self._expected.last_names(worker)
         if last_names:
             for name in last_names & {name for _, name in events}:
                 self._expected.end(worker, name)
 
+    def _change(self, worker: int, coming: bool, names: Sequence[bytes]) -> None:
+        if names:
+            self._changes += 1
+            (self._holders.add if coming else self._holders.remove)(worker, names)
+
     def _known_of(self, worker: int) -> _Known:
         known = self._known.get(worker)
         if known is None:
-            known = self._known[worker] = _Known(1 << worker)
+            known = self._known[worker] = _Known()
         return known
 
-    def _forget_known(self, known: _Known) -> None:
+    def _forget_known(self, worker: int, known: _Known) -> None:
         for names in (known.recent, known.cold):
-            for name in names:
-                _take(self._holders[name[0]], name, known.bit)
+            self._change(worker, False, list(names))
             self._pairs -= len(names)
             names.clear()
 
@@ -242,36 +249,36 @@ class PrefixIndex:
             Groups of workers that hold so much and no more, disjoint. Workers that hold nothing are in none.
         """
         self._expected.expire(now)
-        known = self._match_known(hashes, among)
+        known = self._holders.match(hashes, among)
         expected = self._expected.match(hashes, among)
         return _deepest(known, expected) if expected else known
 
-    def _match_known(self, hashes: Sequence[bytes], among: WorkerSet) -> Iterator[Group]:
-        holders = self._holders
-        # A range of depths, with the workers that hold the blocks up to either end. All hold the first 0 blocks, none
-        # one more than there are. Ranges that remain to be searched are shallower, the next one last.
-        none: WorkerSet = 0
-        low, holding_low, high, holding_high = 0, among, len(hashes) + 1, none
-        shallower: list[tuple[int, WorkerSet, int, WorkerSet]] = []
-        while True:
-            while high - low > 1:
-                # Many prompts are like no other, which their first block shows.
-                middle = (low + high) // 2 if low else 1
-                name = hashes[middle - 1]
-                # Who holds more holds this, and who holds this holds less, known or not.
-                holding = holders[name[0]].get(name, none) & holding_low | holding_high
-                if holding == holding_high:
-                    high = middle
-                elif holding == holding_low:
-                    low = middle
-                else:
-                    shallower.append((low, holding_low, middle, holding))
-                    low, holding_low = middle, holding
-            if low:
-                yield Group(low, holding_low ^ holding_high)
-            if not shallower:
-                return
-            low, holding_low, high, holding_high = shallower.pop()
+    def version(self, now: float) -> int:
+        """As long as this is the same, so is what `match` and `fill` find."""
+        self._expected.expire(now)
+        return self._changes + self._expected.changes
+
+    def fill(
+        self,
+        column: Column,
+        hashes: Sequence[bytes],
+        joined: bytes,
+        now: float,
+        *,
+        value: float,
+        among: WorkerSet = -1,
+    ) -> bool:
+        """What `match` finds, as `value` for every block, by number of the worker. Returns whether there is any.
+
+        Args:
+            column: zeros where the workers are that are asked for. joined: the names one after the other.
+        """
+        self._expected.expire(now)
+        known = self._holders.fill(column, hashes, joined, among, value)
+        expected = self._expected.match(hashes, among)
+        if expected:
+            spread(column, [group.workers for group in expected], [value * group.blocks for group in expected])
+        return known or any(group.workers for group in expected)
 
     # -- the bound -----------------------------------------------------------------------------------------------
 
@@ -284,8 +291,7 @@ class PrefixIndex:
             if len(known) * len(self._known) < self._pairs:
                 continue
             names = known.give_up()
-            for name in names:
-                _take(self._holders[name[0]], name, known.bit)
+            self._change(worker, False, names)
             self._pairs -= len(names)
             self._dropped += len(names)
 
@@ -293,14 +299,12 @@ class PrefixIndex:
 
     @property
     def counts(self) -> IndexCounts:
-        names = sum(len(shard) for shard in self._holders)
-        return IndexCounts(self._pairs, names, len(self._expected), self._dropped, self._gaps)
+        return IndexCounts(self._pairs, len(self._holders), len(self._expected), self._dropped, self._gaps)
 
     def check_integrity(self) -> None:
         """Assert what holds between two calls."""
         self._expected.check_integrity()
-        held = {name: workers for shard in self._holders for name, workers in shard.items()}
-        assert all(name in self._holders[name[0]] for name in held)
+        held = self._holders.items()
         told: dict[bytes, WorkerSet] = {}
         for worker, known in self._known.items():
             assert not known.recent.keys() & known.cold.keys()
@@ -311,11 +315,10 @@ class PrefixIndex:
         assert self._pairs <= self._max_known
 
 
-def _take(shard: dict[bytes, WorkerSet], name: bytes, bit: WorkerSet) -> None:
-    """The worker of this bit, one of those that hold the block, no longer does."""
-    holding = shard.pop(name)
-    if holding is not bit and (rest := holding ^ bit):
-        shard[name] = rest
+def new_holders() -> Holders | NativeHolders:
+    """The fastest there are."""
+    native = native_holders()
+    return Holders() if native is None else native
 
 
 def _deepest(known: Iterator[Group], expected: list[Group]) -> Iterator[Group]:

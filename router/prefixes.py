@@ -12,7 +12,7 @@ from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
 from protos import worker_pb2
 from router.fleet import Column
 from router.prefix_index import IndexCounts, PrefixIndex
-from router.worker_sets import WorkerNumbers, WorkerSet, spread
+from router.worker_sets import WorkerNumbers, WorkerSet
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,16 @@ class PromptNames:
         self._tokens = tokens
         self._salt = salt
         self._names: dict[Naming, list[bytes]] = {}
+        self._joined: dict[Naming, bytes] = {}
+        self.found: tuple[object, Column | None] = (None, None)
+        """What was last found to be cached of it, behind what it depends on."""
+
+    def joined(self, naming: Naming) -> bytes:
+        """The same one after the other."""
+        joined = self._joined.get(naming)
+        if joined is None:
+            joined = self._joined[naming] = b"".join(self.by(naming))
+        return joined
 
     def by(self, naming: Naming) -> list[bytes]:
         """The names as workers of this naming give them."""
@@ -58,6 +68,7 @@ class Prefixes:
         self.numbers = numbers
         self._namings: dict[str, Naming] = {}
         self._groups: dict[Naming, WorkerSet] = {}
+        self._sessions = 0  # that began or ended
 
     @property
     def counts(self) -> IndexCounts:
@@ -66,6 +77,7 @@ class Prefixes:
     def connected(self, worker_id: str, naming: Naming) -> None:
         """A session with the worker begins; nothing is known of its cache."""
         self.lost(worker_id)
+        self._sessions += 1
         self._namings[worker_id] = naming
         self._groups[naming] = self._groups.get(naming, 0) | 1 << self.numbers.take(worker_id)
 
@@ -74,6 +86,7 @@ class Prefixes:
         naming = self._namings.pop(worker_id, None)
         if naming is None:
             return
+        self._sessions += 1
         number = self.numbers.take(worker_id)
         self._index.forget(number)
         self._groups[naming] &= ~(1 << number)
@@ -92,19 +105,22 @@ class Prefixes:
         self._index.apply(number, news.first, list(_events(news)), gap=news.reset)
 
     def cached(self, prompt: PromptNames) -> Column | None:
-        """Tokens of the prompt's beginning that workers have or are about to have, by number; None if nobody has."""
+        """Tokens of the prompt's beginning that workers have or are about to have, by number; None if nobody has.
+
+        The column is not to be changed.
+        """
         now = self._clock.now()
-        sets: list[WorkerSet] = []
-        tokens: list[int] = []
+        # A request that has just come is looked at twice, before and after it was let in.
+        state = self._index.version(now), self._sessions, len(self.numbers)
+        if prompt.found[0] == state:
+            return prompt.found[1]
+        column = np.zeros(len(self.numbers))
+        found = False
         for naming, workers in self._groups.items():
-            for group in self._index.match(prompt.by(naming), now, workers):
-                sets.append(group.workers)
-                tokens.append(group.blocks * naming[1])
-        if not sets:
-            return None
-        found = np.zeros(len(self.numbers))
-        spread(found, sets, tokens)
-        return found
+            names, joined = prompt.by(naming), prompt.joined(naming)
+            found |= self._index.fill(column, names, joined, now, value=naming[1], among=workers)
+        prompt.found = state, column if found else None
+        return prompt.found[1]
 
     def expect(self, worker_id: str, prompt: PromptNames) -> None:
         """The prompt was sent to the worker, or to whoever will send its KV there."""

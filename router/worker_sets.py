@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from router.native.library import routing_library
+from router.native.library import address, routing_library
 
 WorkerSet = int
 """Bit ``n`` is set if the worker of number ``n`` is in the set. Never negative."""
@@ -34,21 +34,20 @@ def indices(workers: WorkerSet) -> NDArray[np.intp]:
 
 
 def spread(column: NDArray[np.float64], sets: Sequence[WorkerSet], values: Sequence[float]) -> None:
-    """Set the column, by number, to each set's value where its members are; sets are disjoint.
+    """Raise the column, by number, to each set's value where its members are, if it is below that.
 
     Numbers that the column does not have are passed over.
     """
-    size = (max(sets, default=0).bit_length() + 7) // 8
+    size = -(-max(sets, default=0).bit_length() // 64) * 8  # whole words
     packed = b"".join([workers.to_bytes(size, "little") for workers in sets])
     library = routing_library()
     if library is not None:
         by_set = struct.pack(f"{len(values)}d", *values)
-        at = column.__array_interface__["data"][0]
-        library.pdrt_spread(packed, len(sets), size, by_set, at, len(column))
+        library.pdrt_spread(packed, len(sets), size // 8, by_set, address(column), len(column))
         return
     bits = np.unpackbits(np.frombuffer(packed, np.uint8).reshape(len(sets), size), axis=1, bitorder="little")
     owners, numbers = bits[:, : len(column)].view(np.bool_).nonzero()
-    column[numbers] = np.array(values)[owners]
+    np.maximum.at(column, numbers, np.array(values)[owners])
 
 
 class WorkerNumbers:

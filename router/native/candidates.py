@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from router.fleet import Column, Fleet
-from router.native.library import routing_library
+from router.native.library import address, routing_library
 from router.ranking import (
     ALIKE,
     HERE_PRICE,
@@ -51,9 +50,9 @@ class NativeCandidates:
         self._choice = _CHOICE.pack(
             *fleet.addresses,
             size,
-            _address(self._cached),
-            _address(self._exclude),
-            _address(self._avoid),
+            address(self._cached),
+            address(self._exclude),
+            address(self._avoid),
             request.prompt_tokens,
             request.total_tokens,
             request.samples - 1,
@@ -68,7 +67,7 @@ class NativeCandidates:
             MOST,
             request.interactive,
             fleet.decoders,
-            _address(self._scratch),
+            address(self._scratch),
         )
         self._there: int = library.pdrt_survey(self._choice)
 
@@ -85,7 +84,7 @@ class NativeCandidates:
             usual, links = self._links.usual, self._links.of(first.number)
             computed_ms = first.computing_ms
         linked = 0 if links is None else len(links)
-        self._library.pdrt_decode(self._choice, kinds, _address(links), linked, usual, computed_ms)
+        self._library.pdrt_decode(self._choice, kinds, address(links), linked, usual, computed_ms)
         return self._told()
 
     def whole(self, kinds: int) -> Best | None:
@@ -113,8 +112,3 @@ def _column(column: Column, size: int) -> Column:
     if column.dtype is _FLOAT64 and flags.c_contiguous and flags.writeable:
         return column
     return np.array(column, np.float64)
-
-
-def _address(array: NDArray[Any] | None) -> int:
-    """Of a writeable array; the fastest way by far."""
-    return 0 if array is None or not len(array) else ctypes.addressof(ctypes.c_char.from_buffer(array.data))

@@ -8,6 +8,7 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #ifdef __clang__ /* gcc does not with -std=c11 */
 #pragma STDC FP_CONTRACT OFF
@@ -302,18 +303,18 @@ API CLONES void pdrt_whole(const struct choice *c, uint64_t who) {
 
 /* -- sets of workers ------------------------------------------------------------------------------------------------ */
 
-/* column[n] = values[g] for each n in set g, for `count` sets of `bytes` bytes, bit n % 8 of byte n / 8; numbers
- * of `size` or more are passed over. */
-API void pdrt_spread(const uint8_t *sets, size_t count, size_t bytes, const double *values, double *column,
+/* column[n] = values[g] for each n in set g, unless there is more, for `count` sets of `words` words, bit n % 64 of word
+ * n / 64 (of any alignment); numbers of `size` or more are passed over. */
+API void pdrt_spread(const unsigned char *sets, size_t count, size_t words, const double *values, double *column,
                      size_t size) {
     for (size_t g = 0; g < count; g++)
-        for (size_t at = 0; at < bytes; at++) {
-            uint32_t left = sets[g * bytes + at];
-            while (left) {
-                size_t number = 8 * at + (size_t)__builtin_ctz(left);
+        for (size_t w = 0; w < words; w++) {
+            uint64_t left;
+            memcpy(&left, sets + (g * words + w) * sizeof(left), sizeof(left));
+            for (; left; left &= left - 1) {
+                size_t number = 64 * w + (size_t)__builtin_ctzll(left);
                 if (number < size)
-                    column[number] = values[g];
-                left &= left - 1;
+                    column[number] = larger(column[number], values[g]);
             }
         }
 }

@@ -14,6 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pdcore.hashing import block_hashes, chain_root
 from router.expected_prefixes import Group
+from router.holders import Holders
+from router.native.holders import native_holders
 from router.prefix_index import PrefixIndex
 from router.worker_sets import WorkerNumbers, indices, members
 
@@ -329,9 +331,11 @@ class IndexMachine(RuleBasedStateMachine):
     the whole truth; and of each prompt sent, until when it counts.
     """
 
-    @initialize(max_blocks=st.sampled_from([6, 24, ROOMY]))
-    def build(self, max_blocks: int) -> None:
-        self.index = PrefixIndex(max_blocks, EXPECTED_S)
+    @initialize(max_blocks=st.sampled_from([6, 24, ROOMY]), native=st.booleans())
+    def build(self, max_blocks: int, native: bool) -> None:
+        holders = native_holders() if native else Holders()
+        assert holders is not None, "there is a C compiler where tests run"
+        self.index = PrefixIndex(max_blocks, EXPECTED_S, holders)
         self.roomy = max_blocks == ROOMY
         self.workers = [SimulatedWorker() for _ in range(WORKERS)]
         self.told: list[set[bytes]] = [set() for _ in range(WORKERS)]
@@ -416,6 +420,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.sent = {key: until for key, until in self.sent.items() if until > self.now}
         for path, prompt in PROMPTS.items():
             found = by_worker(self.index.match(prompt, self.now))
+            column = np.zeros(WORKERS)
+            assert self.index.fill(column, prompt, b"".join(prompt), self.now, value=3.0) == bool(found)
+            assert column.tolist() == [3.0 * found.get(worker, 0) for worker in range(WORKERS)]
             for worker, told in enumerate(self.told):
                 known = [name in told for name in prompt]
                 least = known.index(False) if False in known else DEPTH

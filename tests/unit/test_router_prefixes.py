@@ -134,3 +134,31 @@ def test_names_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = PromptNames(PROMPT, "")
     assert prompt.by(NAMING) is prompt.by(NAMING)
     assert prompt.by(NAMING) == names(PROMPT)
+
+
+def test_what_was_found_is_not_looked_for_again_until_something_changes() -> None:
+    clock = ManualClock()
+    prefixes = Prefixes(clock, WorkerNumbers())
+    prefixes.connected("a", NAMING)
+    prompt = PromptNames(PROMPT, "")
+
+    def tokens() -> list[float]:
+        found = prefixes.cached(prompt)
+        assert prefixes.cached(prompt) is found
+        fresh = prefixes.cached(PromptNames(PROMPT, ""))
+        assert (found is None and fresh is None) or np.array_equal(found, fresh)  # type: ignore[arg-type]
+        return [] if found is None else found.tolist()
+
+    assert tokens() == []
+    prefixes.hear("a", news(0, names(PROMPT)[:2], reset=True))
+    assert tokens() == [32]
+    prefixes.expect("a", prompt)
+    assert tokens() == [96]
+    clock.advance(11.0)
+    assert tokens() == [32], "it never came"
+    prefixes.connected("b", NAMING)
+    assert tokens() == [32, 0]
+    prefixes.hear("a", news(2, [], names(PROMPT)[1:2]))
+    assert tokens() == [16, 0]
+    prefixes.lost("a")
+    assert tokens() == []
