@@ -273,6 +273,10 @@ class Calls:
         """End a running request, of the tenant `caller` if that is not None. Returns whether there was one."""
         return self._dispatcher.cancel(request_id, caller)
 
+    def is_running(self, request_id: str) -> bool:
+        """Whether the id is taken at present."""
+        return request_id in self._dispatcher.request_ids
+
     def model(self, asked: str) -> ModelInfo:
         """What the workers serve. Raises UnknownModel, or NoWorker while none is connected."""
         check_model(asked, self._config.served_name)

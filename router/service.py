@@ -17,7 +17,14 @@ from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError
 from pdcore.security import PublicTls
-from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, routers_pb2
+from protos import (
+    admin_pb2,
+    admin_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    open_inference_pb2_grpc,
+    routers_pb2,
+)
 from router.admin_service import AdminService
 from router.api_keys import ApiKeys, Door
 from router.calls import Calls
@@ -29,6 +36,9 @@ from router.guard import Guard
 from router.health import OVERALL, POOLS, Health, states_of
 from router.membership import MembershipWatcher
 from router.metrics import RouterMetrics
+from router.open_inference import OPEN_TO_ALL as INFERENCE_PROBES
+from router.open_inference import SERVICE as INFERENCE
+from router.open_inference import OpenInferenceService
 from router.reflection import SERVICES as REFLECTION
 from router.reflection import serve_reflection
 from router.registration import RouterRegistration
@@ -46,8 +56,8 @@ logger = logging.getLogger(__name__)
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-OPEN_TO_ALL = (ADMIN, HEALTH, *REFLECTION)
-"""Services that need no API key."""
+OPEN_TO_ALL = (ADMIN, HEALTH, *REFLECTION, *INFERENCE_PROBES)
+"""Services and methods that need no API key."""
 
 STOP_GRACE_S = 0.5
 QUIET_S = 0.25
@@ -86,7 +96,7 @@ class RouterServer:
         self.http_address = ""
         self.incarnation = uuid.uuid4().hex
         self._clock = clock or MonotonicClock()
-        self._health = Health((OVERALL, GENERATION, ADMIN, *POOLS))
+        self._health = Health((OVERALL, GENERATION, INFERENCE, ADMIN, *POOLS))
         self._changed = asyncio.Event()
         self._dispatcher = Dispatcher(
             config,
@@ -109,6 +119,7 @@ class RouterServer:
         self._text_model: TextModel | None = None
         self.metrics: RouterMetrics | None = None
         self._calls: Calls | None = None
+        self._inference: OpenInferenceService | None = None
         self._guard: Guard | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -146,7 +157,11 @@ class RouterServer:
         )
         admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        serve_reflection(server, (GENERATION, ADMIN, HEALTH))
+        inference = self._inference = OpenInferenceService(
+            calls, door, config.served_name, lambda: self._health.serving(INFERENCE)
+        )
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(inference, server)
+        serve_reflection(server, (GENERATION, INFERENCE, ADMIN, HEALTH))
         wanted = f"{config.host}:{config.grpc_port}"
         try:
             port = _add_port(server, wanted, config.tls, certificates)
@@ -194,6 +209,8 @@ class RouterServer:
         if self._registration is not None:
             self._registration.drain()
         self._health.close()
+        if self._inference is not None:
+            self._inference.drain()
         if self._going_away is None:
             self._going_away = asyncio.create_task(self._go_away(timeout_s), name="router-goes-away")
         drained = await self._dispatcher.drain(timeout_s)
@@ -280,7 +297,8 @@ class RouterServer:
             if self._registration is not None:
                 self._registration.tell()
             before = self._health.serving(OVERALL)
-            self._health.set(states_of(self._dispatcher.pool.fleet(), by_workers=(GENERATION,), always=(ADMIN,)))
+            fleet = self._dispatcher.pool.fleet()
+            self._health.set(states_of(fleet, by_workers=(GENERATION, INFERENCE), always=(ADMIN,)))
             serving = self._health.serving(OVERALL)
             if serving != before:
                 logger.info("router %s is %s", self.config.router_id, "ready" if serving else "not ready")

@@ -226,6 +226,7 @@ async def test_reflection_lists_every_service(model: Path) -> None:
             "pdserve.v1.Admin",
             "grpc.health.v1.Health",
             "grpc.reflection.v1.ServerReflection",
+            "inference.GRPCInferenceService",
             "grpc.reflection.v1alpha.ServerReflection",
         }
 
