@@ -147,6 +147,18 @@ async def test_keys_come_as_metadata(model: Path, tmp_path: Path) -> None:
         assert told["with"]["text_output"][0].startswith("x")
 
 
+async def test_the_example_of_the_documentation(model: Path, tmp_path: Path) -> None:
+    blocks = (REPOSITORY / "docs" / "grpc.md").read_text().split("```python\n")
+    (script,) = [block.split("```")[0] for block in blocks if "tritonclient" in block.split("```")[0]]
+    async with NullCluster(model, pair()) as cluster:
+        script = script.replace("127.0.0.1:50051", cluster.router.address).replace("smollm2-135m", "null")
+        path = tmp_path / "example.py"
+        path.write_text(script)
+        process = await asyncio.create_subprocess_exec(sys.executable, str(path), stdout=subprocess.PIPE)
+        out, _ = await asyncio.wait_for(process.communicate(), 60.0)
+        assert (process.returncode, out.decode()) == (0, await text_of(cluster, "Once upon a time", 32))
+
+
 # -- what that client does not do ----------------------------------------------------------------------------------
 
 
