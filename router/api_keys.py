@@ -102,6 +102,10 @@ class Door:
     def __init__(self, keys: ApiKeys | None) -> None:
         self._keys = keys
 
+    def replace(self, keys: ApiKeys) -> None:
+        """These keys open from now on, and no others."""
+        self._keys = keys
+
     def caller(self, metadata: Metadata) -> str | None:
         """The tenant whose key the call has; None where there are no keys. Raises Unauthenticated."""
         return None if self._keys is None else self._keys.tenant(metadata)

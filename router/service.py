@@ -26,7 +26,7 @@ from protos import (
     routers_pb2,
 )
 from router.admin_service import AdminService
-from router.api_keys import ApiKeys, Door
+from router.api_keys import Door
 from router.calls import Calls
 from router.channels import connection_limits, public_server_options
 from router.claims import Claims
@@ -34,6 +34,7 @@ from router.dispatcher import Dispatcher
 from router.generation_service import GenerationService
 from router.guard import Guard
 from router.health import OVERALL, POOLS, Health, states_of
+from router.key_file import KeyFile
 from router.membership import MembershipWatcher
 from router.metrics import RouterMetrics
 from router.open_inference import OPEN_TO_ALL as INFERENCE_PROBES
@@ -138,12 +139,12 @@ class RouterServer:
         """
         config = self.config
         path = config.api_keys_file
-        keys = await asyncio.to_thread(ApiKeys.load, Path(path)) if path else None
+        key_file = await asyncio.to_thread(KeyFile, Path(path)) if path else None
         certificates = None if config.tls is None else public_files(config.tls)
         self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path), config.tool_call_parser)
         calls = self._calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
-        door = Door(keys)
+        door = Door(None if key_file is None else key_file.keys)
         generation = GenerationService(calls, door)
         guard = self._guard = Guard(door, OPEN_TO_ALL)
         server = grpc.aio.server(
@@ -186,6 +187,8 @@ class RouterServer:
             asyncio.create_task(self._follow_health(), name="router-health"),
             asyncio.create_task(calls.watch_stalls(), name="router-stalls"),
         ]
+        if key_file is not None:
+            self._tasks.append(asyncio.create_task(key_file.watch(door), name="router-keys"))
         logger.info(
             "router %s serves %s on %s%s",
             config.router_id,

@@ -23,6 +23,9 @@ LOOK_EVERY_S = 1.0
 """Files are looked at no more often than this, however many connections are made."""
 
 
+Stamp = tuple[int, int, int] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Pem:
     """What is in the files. Nothing of a key is ever shown."""
@@ -67,8 +70,8 @@ class PemFiles:
         return pem
 
     def stamp(self) -> Sequence[object]:
-        """Differs once a file has been replaced or written to; None stands for one that is not there."""
-        return [_stamp(path) for path in (self.certificate, self.key, self.authorities) if path]
+        """Differs once one of the files has been replaced or written to."""
+        return [stamp_of(path) for path in (self.certificate, self.key, self.authorities) if path]
 
     def _bytes(self, key: str, path: str) -> bytes:
         if not path:
@@ -195,7 +198,8 @@ class Renewing:
             logger.info("new certificates of %s are used", self._files.section)
 
 
-def _stamp(path: str) -> tuple[int, int, int] | None:
+def stamp_of(path: str | Path) -> Stamp:
+    """Differs once the file has been replaced or written to; None if it is not there."""
     try:
         status = os.stat(path)
     except OSError:
