@@ -18,12 +18,13 @@ PYTEST_ARGS ?= $(if $(shell command -v nvidia-smi),,-m "not gpu")
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
 
-.PHONY: help env demo test check protos api bench-clients clean
+.PHONY: help env demo test check protos api bench-clients clean audit
 
 help:
 	@echo "make demo    run the whole path on a small model, on this machine"
 	@echo "make test    all checks and all tests"
 	@echo "make check   linters, types, import rules, generated stubs"
+	@echo "make audit   known vulnerabilities of the pinned dependencies, where that can be asked"
 	@echo "make protos  generate the stubs in protos/ again"
 	@echo "make api     write docs/api.md again"
 	@echo "make bench-clients    run GuideLLM against a router, in an environment of its own"
@@ -67,6 +68,20 @@ check: env
 
 protos: env
 	$(call PROTOC,.)
+
+# Known vulnerabilities of what is pinned. The tool has an environment of its own; a mirror without the data is no data.
+AUDIT := build/audit
+AUDIT_DATA ?= https://pypi.org/pypi/pip/25.0/json
+
+audit:
+	@if ! $(PYTHON) -c 'import json, sys, urllib.request as u; json.load(u.urlopen(sys.argv[1], timeout=5))["vulnerabilities"]' \
+	    $(AUDIT_DATA) 2>/dev/null; then \
+	  echo "audit skipped: $(AUDIT_DATA) gives no data on vulnerabilities"; exit 0; \
+	fi; \
+	test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && \
+	  $(AUDIT)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit; } || { \
+	  rm -rf $(AUDIT); echo "audit skipped: pip-audit cannot be installed"; exit 0; }; \
+	$(AUDIT)/bin/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off
 
 api: env
 	$(BIN)/python docs/make_api.py
