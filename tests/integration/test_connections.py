@@ -256,7 +256,13 @@ async def test_a_router_that_is_told_to_end_loses_no_stream_and_no_call(model: P
 
         streams = [client.generate([n], Sampling(max_tokens=100)) for n in range(8)]
         first = [await anext(stream) for stream in streams]
+
+        async def ask_all_the_time() -> None:  # cheap, so that many are on their way at each moment
+            while not ended.is_set():
+                await client.tokenize("hi")
+
         load = [asyncio.create_task(call_all_the_time()) for _ in range(4)]
+        load += [asyncio.create_task(ask_all_the_time()) for _ in range(30)]
         await until(lambda: calls > 20, "load")
         leaving.terminate()
         assert (await watch.read()).status == NOT_SERVING
