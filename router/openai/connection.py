@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.openai.errors import HttpProblem, reply_of
+
+logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10
 """Request line and headers together."""
 HEAD_S = 30.0
 """Seconds from the first byte of a request, or from a connection's beginning, to the end of its headers."""
+_ABOUT_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 _EXTENSION = "pdserve.connection"
 _PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
@@ -52,10 +57,34 @@ class Connection(HttpToolsProtocol):
         if self._in_head and self._head_timer is None:
             self._await_head()
         self._untold_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            logger.info("what came from %s is not an HTTP request", self.client)
+            self.send_400_response("")
         if self._untold_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._too_large = True
             self.send_400_response("")
+
+    def _without_upgrade(self, rest: bytes) -> None:
+        """Go on with a request that asks for another protocol, as if it did not: that is a server's right.
+
+        Java's client asks for HTTP/2 whenever there is no TLS. The parser would drop the body of such a request, so a
+        new one gets its head again, without the question, and then what comes behind it.
+        """
+        kept = [(name, value) for name, value in self.headers if name not in _ABOUT_UPGRADE]
+        for name, value in self.headers:
+            if name == b"connection":
+                words = [word for word in value.split(b",") if word.strip().lower() not in _ABOUT_UPGRADE]
+                kept.append((name, b",".join(words)))
+        head = b"%s %s HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+        head += b"".join(b"%s: %s\r\n" % header for header in kept) + b"\r\n"
+        self.parser = httptools.HttpRequestParser(self)
+        self._in_head = True
+        self.data_received(head + rest)
 
     def send_400_response(self, msg: str) -> None:
         """What is no request, or has too large a head."""
@@ -110,7 +139,8 @@ class Connection(HttpToolsProtocol):
         self._untold_bytes = 0
         self._in_head = False
         self._got_head()
-        super().on_headers_complete()
+        if not self._upgrading:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
@@ -119,7 +149,14 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._untold_bytes = 0
         self._in_head = True
-        super().on_message_complete()
+        if not self._upgrading:
+            super().on_message_complete()
+
+    @property
+    def _upgrading(self) -> bool:
+        return (
+            bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+        )  # for which there is no way
 
     def _count(self, size: int) -> None:
         self._untold_bytes = 0

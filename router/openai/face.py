@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, TypeVar
 
@@ -86,6 +87,8 @@ class Face:
         reply = Reply(send, plain(headers.request_id), lambda: self._calls.draining)
         try:
             caller = None if public else self._caller(raw)
+            if caller is not None:  # the key says whose it is, whatever organisation its owner has elsewhere
+                headers = replace(headers, tenant="")
             await handler(Exchange(scope, receive, reply, headers, caller))
         except ClientGone:
             abort(scope)

@@ -239,4 +239,11 @@ def param_names(body: GenerationFields) -> list[tuple[str, str]]:
     if structure is not None:
         kind = structure[1].WhichOneof("constraint")
         names = [(f"sampling.structured_output.{kind}", structure[0]), ("sampling.structured_output", structure[0])]
-    return [*names, ("sampling.", ""), ("idempotency_key", "Idempotency-Key")]
+    if body.request_id is None:
+        names.append(("request_id", "x-request-id"))
+    return [
+        *names,
+        ("sampling.", ""),
+        ("idempotency_key", "Idempotency-Key"),
+        ("tenant", "OpenAI-Organization"),
+    ]
