@@ -426,7 +426,8 @@ class RouterSection(Section):
         description="calls of one gRPC connection at a time; more wait at the client",
     )
     max_connections: PositiveInt = Field(
-        default=_ROUTER.max_connections, description="gRPC connections at a time; more are closed at once"
+        default=_ROUTER.max_connections,
+        description="connections at a time, of gRPC and of HTTP each; more are closed at once",
     )
     max_calls: PositiveInt = Field(
         default=_ROUTER.max_calls, description="gRPC calls at a time, of all connections; more are refused"

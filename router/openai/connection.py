@@ -17,9 +17,16 @@ MAX_HEAD_BYTES = 32 << 10
 """Request line and headers together."""
 HEAD_S = 30.0
 """Seconds from the first byte of a request, or from a connection's beginning, to the end of its headers."""
+SURPLUS_S = 1.0
+"""For a connection that is one too many to send something, so that it can be told."""
 _ABOUT_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 _EXTENSION = "pdserve.connection"
-_PHRASES = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_PHRASES = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
 
 
 def abort(scope: Any) -> None:
@@ -37,7 +44,12 @@ class Connection(HttpToolsProtocol):
     _untold_bytes = 0
     _in_head = True
     _too_large = False
+    _surplus = False
     _head_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._most, self.limit_concurrency = self.limit_concurrency, None
 
     def abort(self) -> None:
         """End it at once; what happens to its request is of no interest to anybody."""
@@ -47,6 +59,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        # Those that are there already go on: uvicorn's own limit would refuse their requests as well.
+        self._surplus = self._most is not None and len(self.connections) > self._most
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -54,6 +68,9 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._surplus:  # now that it has sent something, it will read the answer
+            self._refuse_surplus()
+            return
         if self._in_head and self._head_timer is None:
             self._await_head()
         self._untold_bytes += len(data)
@@ -94,6 +111,11 @@ class Connection(HttpToolsProtocol):
             problem = HttpProblem(400, "bad_request", "this is not an HTTP request")
         self._refuse(problem)
 
+    def _refuse_surplus(self) -> None:
+        if not self.transport.is_closing():
+            problem = f"there are {self._most} connections already"
+            self._refuse(HttpProblem(503, "too_many_connections", problem))
+
     def _refuse(self, problem: HttpProblem) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.abort()  # an answer would get into that of the request before
@@ -106,7 +128,8 @@ class Connection(HttpToolsProtocol):
     # -- the head's time -----------------------------------------------------------------------------------------
 
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+        late, seconds = (self._refuse_surplus, SURPLUS_S) if self._surplus else (self._head_is_late, HEAD_S)
+        self._head_timer = self.loop.call_later(seconds, late)
 
     def _got_head(self) -> None:
         if self._head_timer is not None:

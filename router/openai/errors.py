@@ -32,7 +32,7 @@ TOO_LONG = "context_length_exceeded"
 
 
 class HttpProblem(RequestError):
-    """An error of HTTP's own, as an unknown path or a body that is too large. `status`: 4xx."""
+    """An error of HTTP's own, as an unknown path or a body that is too large."""
 
     def __init__(self, status: int, code: str, message: str, headers: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(message)

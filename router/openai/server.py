@@ -74,7 +74,7 @@ class HttpServer:
             proxy_headers=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            limit_concurrency=config.max_connections + 1,  # which counts the one that is refused
+            limit_concurrency=config.max_connections,  # kept by `Connection`
             backlog=_BACKLOG,
         )
         settings.load()

@@ -216,6 +216,20 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_waits_alone(model: Pat
         mute.close()
 
 
+async def test_more_connections_than_allowed_are_refused(model: Path) -> None:
+    async with NullCluster(model, pair(), http_port=0, max_connections=2) as cluster:
+        base = f"http://{cluster.router.http_address}"
+        async with httpx.AsyncClient(base_url=base) as first, httpx.AsyncClient(base_url=base) as second:
+            for client in (first, second):
+                assert (await client.get("/version")).status_code == 200
+            status, error = answer(await ask(cluster, b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"))
+            assert (status, error["code"]) == (503, "too_many_connections")
+            assert (await first.get("/version")).status_code == 200  # who is in is not bothered
+        async with asyncio.timeout(20.0):
+            while not (await ask(cluster, b"GET /version HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200 "):
+                await asyncio.sleep(0.02)  # until the two are gone
+
+
 async def test_a_stop_ends_what_runs_and_listens_no_more(model: Path) -> None:
     gate = Gate("token", index=1)
     workers = pair()
@@ -245,7 +259,7 @@ async def test_health_follows_the_workers_and_the_drain(model: Path) -> None:
             assert (await client.get("/health")).json() == {"status": "serving"}
             assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 4096
             cluster.membership.set([])
-            await until(lambda: not cluster.router._serving, "no worker is left")
+            await until(lambda: not cluster.dispatcher.pool.route_possible, "no worker is left")
             sick = await client.get("/health")
             assert (sick.status_code, sick.json()) == (503, {"status": "not serving"})
             assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] is None
