@@ -19,6 +19,7 @@ from router.openai.errors import HttpProblem
 from router.openai.exchange import Receive, Scope, Send
 from router.openai.face import Exchange, Face, Handler, version
 from router.openai.parsing import Message
+from router.openai.responses import ResponseRequest
 from router.openai.tokens import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -71,6 +72,7 @@ def make_app(face: Face) -> FastAPI:
         body: type[Message] | None = None,
         answer: Any = None,
         events: str = "",
+        done: bool = True,
         public: bool = False,
         errors: tuple[int, ...] = (),
         extra: dict[str, Any] | None = None,
@@ -84,7 +86,8 @@ def make_app(face: Face) -> FastAPI:
         else:
             ok["model"] = answer
         if events:
-            data = {"type": "string", "description": f"A {events} as JSON; in the last event [DONE]."}
+            last = "; in the last event [DONE]" if done else ""
+            data = {"type": "string", "description": f"A {events} as JSON{last}."}
             schema = {"type": "object", "description": "Of each event.", "properties": {"data": data}}
             ok["content"] = {"text/event-stream": {"schema": schema}}
         responses: dict[int | str, dict[str, Any]] = {200: ok}
@@ -119,6 +122,10 @@ def make_app(face: Face) -> FastAPI:
     add(
         "POST", "/v1/completions", face.completions, "Go on with a text", body=CompletionRequest,
         answer=replies.Completion, events="Completion", errors=runs,
+    )  # fmt: skip
+    add(
+        "POST", "/v1/responses", face.responses, "Answer an input, or call tools", body=ResponseRequest,
+        answer=replies.ResponseBody, events="ResponseEvent", errors=runs, done=False,
     )  # fmt: skip
     add("GET", "/v1/models", face.models, "What is served", answer=replies.ModelList, errors=(401,))
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -181,7 +188,9 @@ def _description(app: FastAPI) -> Callable[[], dict[str, Any]]:
                     (CompletionRequest, "validation"),
                     (TokenizeRequest, "validation"),
                     (DetokenizeRequest, "validation"),
+                    (ResponseRequest, "validation"),
                     (replies.ChatCompletionChunk, "serialization"),
+                    (replies.ResponseEvent, "serialization"),
                 ],
                 ref_template=_REF + "{model}",
             )

@@ -10,16 +10,20 @@ from pdcore.types import FinishReason
 from router.calls import Call
 from router.openai.usage import Usage
 from router.stream import Chunk, Terminal
+from router.tools.plan import ToolPlan
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-def finish_reason(end: Terminal) -> str:
-    """As OpenAI calls it. Raises RequestCancelled if the request was ended by its id, for which it has no name."""
+def finish_reason(end: Terminal, *, called: bool = False) -> str:
+    """As OpenAI calls it. `called`: tools are called.
+
+    Raises RequestCancelled if the request was ended by its id, for which it has no name.
+    """
     reason = _FINISH.get(end.outcome.finish)
     if reason is None:
         raise RequestCancelled("the request was cancelled by its id")
-    return reason
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     scored: list[Logprobs] = field(default_factory=list)
     finish_reason: str = ""
+    end: Terminal | None = None
 
     @property
     def text(self) -> str:
@@ -42,10 +47,11 @@ class Output:
 
 
 class Collected:
-    """Takes the answer to one prompt; see `router.calls.Sink`. `prompt`: its tokens."""
+    """Takes the answer to one prompt; see `router.calls.Sink`. `prompt`: its tokens. `tools`: that may be called."""
 
     def __init__(self, samples: int, usage: Usage, *, discards: bool = False) -> None:
         self.prompt: tuple[int, ...] = ()
+        self.tools: ToolPlan | None = None
         self.outputs = [Output() for _ in range(samples)]
         self._scored: list[Logprobs] = []
         self._usage = usage
@@ -59,6 +65,7 @@ class Collected:
     async def begin(self, call: Call) -> None:
         """See `router.calls.Sink`."""
         self.prompt = call.request.prompt
+        self.tools = call.request.tools
 
     async def write(self, sample: int, chunk: Chunk) -> None:
         """See `router.calls.Sink`. Raises RequestCancelled."""
@@ -71,4 +78,5 @@ class Collected:
             self._scored.append(chunk.prompt_logprobs)
         if chunk.end is not None and chunk.end.outcome.error is None:
             output.finish_reason = finish_reason(chunk.end)
+            output.end = chunk.end
             self._usage.add(sample, chunk.end, discarded=self._discards)

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from pdcore.errors import InvalidRequest
+from pdcore.errors import InvalidRequest, RequestError
 from pdcore.logprobs import MAX_LOGPROBS
+from router.calls import Call
 from router.openai.collected import Collected, Output, finish_reason
+from router.openai.exchange import DONE
 from router.openai.fields import UINT32, Count, GenerationFields, param_names, ranged
 from router.openai.logprobs import CompletionLogprobs, TokenTexts, joined_pieces, prompt_entries, topped
 from router.openai.plan import Headers, Plan, begin_plan, numbered
@@ -148,8 +150,18 @@ class CompletionFormat:
             f'"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}'
         )
 
-    def usage_event(self, usage: Usage) -> str:
-        return f'data: {self._head},"choices":[],"usage":{json.dumps(usage.to_dict())}}}\n\n'
+    def begin(self, number: int, call: Call) -> None:
+        """See `router.openai.exchange.Format`."""
+
+    def end(self, usage: Usage) -> str:
+        """See `router.openai.exchange.Format`."""
+        if not self._plan.with_usage:
+            return DONE
+        return f'data: {self._head},"choices":[],"usage":{json.dumps(usage.to_dict())}}}\n\n{DONE}'
+
+    def failure(self, error: RequestError) -> str:
+        """See `router.openai.exchange.Format`."""
+        return ""
 
     def answer(self, collected: list[Collected], usage: Usage) -> bytes:
         """The whole answer, without a stream."""

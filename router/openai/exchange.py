@@ -25,6 +25,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+DONE = "data: [DONE]\n\n"
 LINGER_S = 5.0
 BODY_S = 30.0
 """Seconds that may pass between two parts of a request's body."""
@@ -41,14 +42,23 @@ class Stalled(Exception):
 
 
 class Format(Protocol):
-    """How an answer looks; see `CompletionFormat` and `ChatFormat`."""
+    """How an answer looks; see `CompletionFormat`, `ChatFormat` and `ResponseFormat`."""
 
     @property
     def discards(self) -> bool: ...
 
+    def begin(self, number: int, call: Call) -> None:
+        """The request of prompt `number` has been let in; of streams only."""
+
     def event(self, number: int, sample: int, chunk: Chunk) -> str: ...
 
-    def usage_event(self, usage: Usage) -> str: ...
+    def end(self, usage: Usage) -> str:
+        """What a stream ends with."""
+        ...
+
+    def failure(self, error: RequestError) -> str:
+        """What a stream ends with that has begun and fails; empty: an event with OpenAI's error body."""
+        ...
 
     def answer(self, collected: list[Collected], usage: Usage) -> bytes: ...
 
@@ -173,6 +183,7 @@ class _Stream:
 
     async def begin(self, call: Call) -> None:
         """Nothing is sent before the first token: until then an error can have its own status."""
+        self._form.begin(self._number, call)
 
     async def write(self, sample: int, chunk: Chunk) -> None:
         events = self._form.event(self._number, sample, chunk)
@@ -193,8 +204,15 @@ async def run_plan(calls: Calls, plan: Plan, form: Format, reply: Reply, caller:
         return
     turn = asyncio.Lock()
     sinks = [_Stream(number, reply, form, usage, turn) for number in range(len(plan.requests))]
-    await _run_all(calls, plan, sinks, caller)
-    await reply.end((form.usage_event(usage) if plan.with_usage else "") + "data: [DONE]\n\n")
+    try:
+        await _run_all(calls, plan, sinks, caller)
+    except RequestError as error:
+        told = form.failure(error) if reply.started else ""
+        if not told:
+            raise
+        await reply.end(told)
+        return
+    await reply.end(form.end(usage))
 
 
 async def _run_all(calls: Calls, plan: Plan, sinks: Sequence[Collected | _Stream], caller: str | None) -> None:

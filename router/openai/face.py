@@ -16,7 +16,7 @@ from protos import generation_pb2
 from router.api_keys import Door
 from router.calls import Calls, ClientGone
 from router.metrics import RouterMetrics
-from router.openai.chat import ChatFormat, ChatRequest, plan_chat
+from router.openai.chat import ChatFormat, ChatRequest, chat_names, plan_chat
 from router.openai.completions import CompletionFormat, CompletionRequest, plan_completions
 from router.openai.connection import abort
 from router.openai.errors import renamed
@@ -32,6 +32,8 @@ from router.openai.exchange import (
 )
 from router.openai.parsing import Message, parse
 from router.openai.plan import Headers, Plan, headers_of, plain
+from router.openai.response_format import ResponseFormat
+from router.openai.responses import ResponseRequest, plan_response
 from router.openai.tokens import DetokenizeRequest, TokenizeRequest, to_tokenize
 
 M = TypeVar("M", bound=Message)
@@ -132,10 +134,22 @@ class Face:
 
     async def chat(self, exchange: Exchange) -> None:
         body = await self._parsed(exchange, ChatRequest)
-        plan = plan_chat(body, exchange.headers, self._served_name)
+        readable = self._calls.text_model.tool_format is not None
+        plan = plan_chat(body, exchange.headers, self._served_name, readable=readable)
 
         async def work() -> None:
             form = ChatFormat(body, plan, self._calls.text_model)
+            await run_plan(self._calls, plan, form, exchange.reply, exchange.caller)
+
+        await self._run(exchange, plan, work)
+
+    async def responses(self, exchange: Exchange) -> None:
+        body = await self._parsed(exchange, ResponseRequest)
+        readable = self._calls.text_model.tool_format is not None
+        plan = plan_response(body, exchange.headers, self._served_name, readable=readable)
+
+        async def work() -> None:
+            form = ResponseFormat(body, plan, self._calls.text_model)
             await run_plan(self._calls, plan, form, exchange.reply, exchange.caller)
 
         await self._run(exchange, plan, work)
@@ -175,7 +189,7 @@ class Face:
         try:
             tokens = await self._calls.tokenize(to_tokenize(body))
         except InvalidRequest as error:
-            raise renamed(error, [("chat.messages", "messages"), ("chat", "messages")]) from error
+            raise renamed(error, chat_names(body.messages or (), body.tools)) from error
         reply: dict[str, object] = {"count": len(tokens), "max_model_len": length, "tokens": tokens}
         if body.return_token_strs:
             text = self._calls.text_model

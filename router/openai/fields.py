@@ -63,6 +63,22 @@ class StreamOptions(Message):
     include_obfuscation: Ignored = None
 
 
+class JsonSchemaFormat(Message):
+    """A schema that the output has to fit."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = Field(default=None, description="The output fits the schema in any case.")
+
+
+class ResponseFormat(Message):
+    """The form of the output, as OpenAI has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
 class StructuredOutputs(Message):
     """The form of the output; one of these."""
 
@@ -107,6 +123,7 @@ class GenerationFields(Message):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] | None = None
     prompt_logprobs: Count | None = ranged("Not while streaming.", maximum=MAX_LOGPROBS)
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -195,6 +212,16 @@ def structure_of(body: GenerationFields) -> tuple[str, worker_pb2.StructuredOutp
     def add(field: str, **constraint: Any) -> None:
         found.append((field, worker_pb2.StructuredOutput(**constraint)))
 
+    wanted = body.response_format
+    if wanted is not None and wanted.type == "json_schema":
+        schema = None if wanted.json_schema is None else wanted.json_schema.schema_
+        if schema is None:
+            raise InvalidRequest("response_format.json_schema", "must be set, with a schema")
+        _add_schema(found, "response_format.json_schema.schema", schema)
+    elif wanted is not None and wanted.json_schema is not None:
+        raise InvalidRequest("response_format.json_schema", "may be set only if type is json_schema")
+    elif wanted is not None and wanted.type == "json_object":
+        add("response_format", json_object=True)
     nested = body.structured_outputs
     if nested is not None:
         prefix = "structured_outputs."

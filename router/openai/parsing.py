@@ -69,12 +69,12 @@ def _violation(detail: ErrorDetails) -> tuple[str, str]:
 
 
 def _dotted(path: list[Any]) -> str:
-    """``messages[0].content``; what pydantic adds for itself is left out."""
+    """``messages[0].content``. What pydantic adds for itself is left out, as are tags that begin with a bracket."""
     text = ""
     for step in path:
         if isinstance(step, int):
             text += f"[{step}]"
-        elif step != "[key]":
+        elif not str(step).startswith("["):
             text += f".{str(step)[:MAX_NAME_CHARS]}" if text else str(step)[:MAX_NAME_CHARS]
     return text or BODY
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ErrorDetail(BaseModel):
@@ -78,17 +79,29 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text, as the model wrote it.")
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="Null if there are only tool calls.")
     refusal: None
+    tool_calls: list[ToolCall] | None = Field(default=None, description="If there are any.")
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(BaseModel):
@@ -101,16 +114,29 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = Field(default=None, description="If asked for.")
 
 
+class FunctionDelta(BaseModel):
+    name: str | None = Field(default=None, description="In the first event of a call.")
+    arguments: str = Field(description="The next piece.")
+
+
+class ToolCallDelta(BaseModel):
+    index: int
+    id: str | None = Field(default=None, description="In the first event of a call, as is the type.")
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatCompletionChunk(BaseModel):
@@ -122,6 +148,95 @@ class ChatCompletionChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: UsageBody | None = None
+
+
+class OutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[None]
+    logprobs: list[ChosenTokenLogprob]
+
+
+class OutputMessage(BaseModel):
+    type: Literal["message"]
+    id: str
+    role: Literal["assistant"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    content: list[OutputText]
+
+
+class OutputCall(BaseModel):
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str = Field(description="JSON text, as the model wrote it.")
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseError(BaseModel):
+    code: str
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class InputTokensDetails(BaseModel):
+    cached_tokens: int = Field(description="Input tokens answered by a prefix cache.")
+
+
+class OutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseBody(BaseModel):
+    """A response. What the request said is told again."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage | OutputCall]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, None]
+    store: Literal[False]
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None
+    top_p: float | None
+    truncation: Literal["disabled"]
+    usage: ResponseUsage | None
+    user: Any
+
+
+class ResponseEvent(BaseModel):
+    """An event of a stream, in the order that OpenAI's clients expect; more fields go by the type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    sequence_number: int
 
 
 class ModelCard(BaseModel):

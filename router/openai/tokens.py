@@ -8,12 +8,12 @@ from pydantic import BaseModel, Field
 
 from pdcore.errors import InvalidRequest
 from protos import generation_pb2
-from router.openai.chat import ChatMessage, to_message
+from router.openai.chat import ChatFields, ChatMessage, chat_of
 from router.openai.fields import TokenIds
 from router.openai.parsing import Message
 
 
-class TokenizeRequest(Message):
+class TokenizeRequest(ChatFields):
     """A text or a chat, one of both."""
 
     model: str | None = None
@@ -22,7 +22,6 @@ class TokenizeRequest(Message):
     add_special_tokens: bool | None = Field(
         default=None, description="Nothing but what is done anyway: true for a text, false for a chat."
     )
-    add_generation_prompt: bool | None = Field(default=None, description="Nothing but true.")
     return_token_strs: bool | None = Field(default=None, description="Also say what each token stands for.")
 
 
@@ -50,11 +49,11 @@ def to_tokenize(body: TokenizeRequest) -> generation_pb2.TokenizeRequest:
     if body.add_special_tokens not in (None, not chat):
         what = "the template of a chat has them already" if chat else "they are part of every prompt"
         raise InvalidRequest("add_special_tokens", f"must be {str(not chat).lower()}: {what}")
-    if body.add_generation_prompt is False:
-        raise InvalidRequest("add_generation_prompt", "must be true")
+    if not chat and not body.model_fields_set.isdisjoint(ChatFields.model_fields):
+        raise InvalidRequest("messages", "must be set: there are fields that belong to a chat")
     request = generation_pb2.TokenizeRequest(model=body.model or "")
     if body.messages is not None:
-        request.chat.messages.extend(to_message(message) for message in body.messages)
+        request.chat.CopyFrom(chat_of(body.messages, body))
     else:
         request.prompt = body.prompt or ""
     return request

@@ -28,3 +28,13 @@ class Usage:
             "total_tokens": self._prompt + self._completion,
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
+
+    def to_response_dict(self) -> dict[str, object]:
+        """As ``/v1/responses`` has it."""
+        return {
+            "input_tokens": self._prompt,
+            "input_tokens_details": {"cached_tokens": self._cached},
+            "output_tokens": self._completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self._prompt + self._completion,
+        }

@@ -51,7 +51,7 @@ def plan_tools(
     content: str | None = ""
     if use.choice is Choice.REQUIRED:
         if asked is not None:
-            raise InvalidRequest(asked.field, "cannot be had where chat.tool_choice requires a call")
+            raise InvalidRequest(asked.field, "cannot be had where the tool choice requires a call")
         content = None
         if kind is None or kind.spelling is None:
             kind = STAND_IN
@@ -84,7 +84,7 @@ def _structure(
             raise InvalidRequest(
                 "sampling.structured_output", f"{problem}: choose between the two by chat.tool_choice"
             )
-        wanted = "strict" if not use.only else "chat.tool_choice.names"
+        wanted = "to be strict" if not use.only else "a choice of some"
         name = "is not known (router.tool_call_parser)" if kind is None else f"is {kind.name}"
         problem = f"{wanted} needs a tool choice that requires a call here: the model's format of calls {name}"
         raise InvalidRequest("chat.tools", problem)

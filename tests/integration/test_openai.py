@@ -293,7 +293,7 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages[0].role", {"messages": [{"role": "judge", "content": "x"}]}),
     ("messages[1].content", {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": 5}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("messages[0].name", {"messages": [{"role": "user", "content": "x", "name": "me"}]}),
+    ("messages[0].audio", {"messages": [{"role": "user", "content": "x", "audio": {}}]}),
     ("top_logprobs", {"top_logprobs": 3}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
     ("max_completion_tokens", {"max_completion_tokens": 10**9}),

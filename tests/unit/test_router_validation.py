@@ -323,7 +323,7 @@ BAD_CHATS = {
             sampling=generation_pb2.Sampling(structured_output=worker_pb2.StructuredOutput(json_object=True)),
         ),
         "sampling.structured_output.json_object",
-        "cannot be had where chat.tool_choice requires a call",
+        "cannot be had where the tool choice requires a call",
     ),
     "form and tools": (
         raw(
