@@ -12,18 +12,18 @@ import pytest
 from pdcore.types import Role
 from tests.support.null_cluster import NullCluster, until
 from tests.support.null_worker import NullWorker
-from tests.support.tiny_model import tiny_llama
+from tests.support.tool_model import tool_llama
 
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
     "response_headers_conformance,allow_header_conformance,unsupported_method"
 )
-RUN_S = 120.0
+RUN_S = 200.0
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("fuzz"))
+    return tool_llama(tmp_path_factory.mktemp("fuzz"))
 
 
 @pytest.mark.parametrize("seed", [1])

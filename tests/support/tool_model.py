@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
-from tests.support.tiny_model import tiny_llama
+from tests.support.tiny_model import _tokenizer, tiny_llama
 
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}<tool>{{ tool | tojson }}</tool>{% endfor %}"
@@ -24,7 +24,8 @@ MARKERS = ("<tool_call>", "</tool_call>")
 
 def tool_llama(path: Path, *, special: bool = True) -> Path:
     """`tiny_llama` with `TEMPLATE`. `special`: `MARKERS` are special tokens, with the ids 510 and 511."""
-    folder = tiny_llama(path, vocab=510)
+    folder = tiny_llama(path)
+    _tokenizer(510, 2048).save_pretrained(folder)  # so that there are rows for two more tokens
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     if special:
         file = str(folder / "tokenizer.json")
