@@ -170,9 +170,10 @@ async def test_choices_and_forms(cluster: Cluster, actor: Actor) -> None:
     )
     assert (response.tool_choice, response.output_text) == ("none", "{")
     assert (actor.asked[-1].sampling.seed, actor.asked[-1].sampling.top_p) == (3, 0.5)
-    with pytest.raises(openai.InternalServerError):  # null workers have no log-probabilities
-        await respond(cluster, include=["message.output_text.logprobs"], top_logprobs=2)
-    assert actor.asked[-1].sampling.logprobs == 2
+    response = await respond(cluster, include=["message.output_text.logprobs"], top_logprobs=2)
+    scored = response.output[0].content[0].logprobs
+    assert [len(entry.top_logprobs) for entry in scored] == [2] * response.usage.output_tokens
+    assert "".join(entry.token for entry in scored).startswith("{}")
 
 
 # ruff: noqa: E501  # rows of a table
