@@ -136,7 +136,7 @@ class ChatRequest(GenerationFields, ChatFields):
     prediction: Ignored = None
 
 
-def plan_chat(body: ChatRequest, headers: Headers, served_name: str, *, readable: bool) -> Plan:
+def plan_chat(body: ChatRequest, headers: Headers, served_name: str, *, readable: bool = True) -> Plan:
     """Plan a chat's request.
 
     Args:

@@ -134,7 +134,7 @@ def chat(**fields: Any) -> ChatRequest:
 
 def test_null_is_unset() -> None:
     optional = {name: None for name, field in ChatRequest.model_fields.items() if not field.is_required()}
-    plan = plan_chat(chat(**optional, tools=None, audio=None, made_up=None), HEADERS, "m")
+    plan = plan_chat(chat(**optional, audio=None, made_up=None), HEADERS, "m")
     (request,) = plan.requests
     assert MessageToDict(request) == {
         "requestId": "id-1",
@@ -262,12 +262,17 @@ def test_tokenize_requests() -> None:
         ({"prompt": "x", "add_special_tokens": False}, "add_special_tokens"),
         ({"messages": [{"role": "user", "content": "x"}], "add_special_tokens": True}, "add_special_tokens"),
         ({"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"prompt": "x", "tools": []}, "messages"),
     ):
         with pytest.raises(InvalidRequest) as caught:
             to_tokenize(parse(TokenizeRequest, json.dumps(body).encode()))
         assert caught.value.field == field
     developer = parse(TokenizeRequest, b'{"messages": [{"role": "developer", "content": "x"}]}')
-    assert to_tokenize(developer).chat.messages[0].role == "system"
+    assert to_tokenize(developer).chat.messages[0].role == "developer"  # the core knows what the template makes of it
+
+
+TOOL_CHOICE = {"type": "function", "function": {"name": "f"}}
+CALL_ITEM = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
 @pytest.fixture(scope="module")
@@ -281,8 +286,8 @@ def description() -> dict[str, Any]:
 def test_the_description_has_every_path_body_and_error(description: dict[str, Any]) -> None:
     paths = description["paths"]
     assert set(paths) == {
-        "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
-        "/health", "/version", "/metrics",
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/models/{model}", "/tokenize",
+        "/detokenize", "/health", "/version", "/metrics",
     }  # fmt: skip
     known = set(description["components"]["schemas"])
     refs = set()
@@ -318,6 +323,12 @@ def test_the_description_allows_what_is_allowed(description: dict[str, Any]) -> 
         ("ChatRequest", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, True),
         ("ChatRequest", {"messages": [{"role": "judge", "content": "x"}]}, False),
         ("ChatRequest", {"messages": []}, False),
+        ("ChatRequest", {"messages": [{"role": "user", "content": "x"}], "tool_choice": TOOL_CHOICE}, True),
+        ("ChatRequest", {"messages": [{"role": "user", "content": "x"}], "tool_choice": {"type": "function"}}, False),
+        ("ResponseRequest", {"input": "x", "tool_choice": "none"}, True),
+        ("ResponseRequest", {"input": [{"role": "user", "content": "x"}, CALL_ITEM]}, True),
+        ("ResponseRequest", {"input": [{"type": "reasoning"}]}, False),
+        ("ResponseRequest", {"input": "x", "store": True}, False),
     ):
         schema = {**description, "$ref": f"#/components/schemas/{name}"}
         validator = jsonschema.Draft202012Validator(schema)
