@@ -270,7 +270,7 @@ class ScriptedProcess:
         error = self._starts.pop(0)
         if error is not None:
             raise error
-        self.info = RouterInfo("127.0.0.1:1", f"i{len(self._starts)}", 17)
+        self.info = RouterInfo("127.0.0.1:1", f"i{len(self._starts)}", 17, "")
         self._ended.clear()
         return self.info
 
