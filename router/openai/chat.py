@@ -21,7 +21,7 @@ from router.openai.logprobs import TokenTexts, chat_content, prompt_entries
 from router.openai.parsing import UNKNOWN, Message
 from router.openai.plan import Headers, Plan, begin_plan
 from router.openai.tools import ChatTool, ChatToolChoice, add_tools, check_readable
-from router.openai.usage import Usage
+from router.openai.usage import NO_USAGE, USAGE_COMES, RunningUsage, Usage
 from router.stream import Chunk
 from router.tools.events import Answer, CallArguments, CallBegin, Content, ToolCallParser
 from router.tools.plan import ToolPlan
@@ -232,17 +232,22 @@ class ChatFormat:
         kind = f"{self.object}.chunk" if plan.stream else self.object
         head = {"id": self.id_prefix + plan.request_id, "object": kind, "created": plan.created, "model": plan.model}
         self._head = json.dumps(head)[:-1]
-        self._tail = ',"usage":null}\n\n' if plan.with_usage else "}\n\n"
+        self._tail = USAGE_COMES if plan.with_usage else NO_USAGE
+        self._running = RunningUsage() if plan.with_running_usage else None
 
     def begin(self, number: int, call: Call) -> None:
         """See `router.openai.exchange.Format`."""
         self._tools = call.request.tools
         if self._tools is not None:
             self._parsers = [self._tools.parser() for _ in call.samples]
+        if self._running is not None:
+            self._running.begin(number, call)
 
     def event(self, number: int, sample: int, chunk: Chunk) -> str:
         """The events of a chunk of a sample; empty if there is nothing to tell. `number` is 0: it is one prompt."""
         events = ""
+        if self._running is not None:
+            self._tail = self._running.add(number, sample, chunk)
         if sample not in self._begun:
             if not chunk.token_ids and chunk.end is None:
                 return ""

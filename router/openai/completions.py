@@ -16,7 +16,7 @@ from router.openai.exchange import DONE
 from router.openai.fields import UINT32, Count, GenerationFields, param_names, ranged
 from router.openai.logprobs import CompletionLogprobs, TokenTexts, joined_pieces, prompt_entries, topped
 from router.openai.plan import Headers, Plan, begin_plan, numbered
-from router.openai.usage import Usage
+from router.openai.usage import NO_USAGE, USAGE_COMES, RunningUsage, Usage
 from router.stream import Chunk
 
 MAX_PROMPTS = 128
@@ -121,7 +121,8 @@ class CompletionFormat:
             "model": plan.model,
         }
         self._head = json.dumps(head)[:-1]
-        self._tail = ',"usage":null}\n\n' if plan.with_usage else "}\n\n"
+        self._tail = USAGE_COMES if plan.with_usage else NO_USAGE
+        self._running = RunningUsage() if plan.with_running_usage else None
 
     @property
     def discards(self) -> bool:
@@ -131,6 +132,7 @@ class CompletionFormat:
     def event(self, number: int, sample: int, chunk: Chunk) -> str:
         """The event of a chunk of a prompt's sample; empty if there is nothing to tell."""
         index = number * self._plan.samples + sample
+        tail = self._tail if self._running is None else self._running.add(number, sample, chunk)
         text = "" if self._no_output else chunk.text
         if self._echo and index not in self._begun:
             self._begun.add(index)
@@ -147,11 +149,13 @@ class CompletionFormat:
         reason = "null" if not ended or chunk.end is None else f'"{finish_reason(chunk.end)}"'
         return (
             f'data: {self._head},"choices":[{{"index":{index},"text":{json.dumps(text)},'
-            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}'
+            f'"logprobs":{logprobs},"finish_reason":{reason}}}]{tail}'
         )
 
     def begin(self, number: int, call: Call) -> None:
         """See `router.openai.exchange.Format`."""
+        if self._running is not None:
+            self._running.begin(number, call)
 
     def end(self, usage: Usage) -> str:
         """See `router.openai.exchange.Format`."""

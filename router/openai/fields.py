@@ -60,6 +60,9 @@ class StreamOptions(Message):
     include_usage: bool | None = Field(
         default=None, description="End with a chunk that has the usage, and no choices."
     )
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Each chunk has the usage of its choice so far, if include_usage is true."
+    )
     include_obfuscation: Ignored = None
 
 
@@ -163,6 +166,12 @@ class GenerationFields(Message):
     def with_usage(self) -> bool:
         """Whether the stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def with_running_usage(self) -> bool:
+        """Whether each event has the usage so far."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
 
 # Under the same names in the core, and of the same meaning.

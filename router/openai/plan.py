@@ -77,6 +77,7 @@ class Plan:
     model: str
     stream: bool
     with_usage: bool
+    with_running_usage: bool
     samples: int
     skip_special: bool
     remaining_s: float | None
@@ -107,6 +108,7 @@ def begin_plan(
         model=served_name,
         stream=bool(body.stream),
         with_usage=body.with_usage,
+        with_running_usage=body.with_running_usage,
         samples=max(1, sampling.n),
         skip_special=body.skip_special_tokens is not False,
         remaining_s=headers.stream_remaining_s if body.stream else headers.remaining_s,

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from router.stream import Terminal
+import json
+from collections import Counter
+
+from router.calls import Call
+from router.stream import Chunk, Terminal
+
+NO_USAGE = "}\n\n"
+USAGE_COMES = ',"usage":null}\n\n'
+"""How an event ends whose stream has no usage, or has it in the end."""
 
 
 class Usage:
@@ -38,3 +46,22 @@ class Usage:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self._prompt + self._completion,
         }
+
+
+class RunningUsage:
+    """The tokens so far, which each event of a stream tells of its choice: `continuous_usage_stats`."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, int] = {}
+        self._tokens: Counter[tuple[int, int]] = Counter()
+
+    def begin(self, number: int, call: Call) -> None:
+        """Prompt `number` has been let in."""
+        self._prompts[number] = len(call.request.prompt)
+
+    def add(self, number: int, sample: int, chunk: Chunk) -> str:
+        """Count a chunk's tokens; returns how its events end."""
+        self._tokens[number, sample] += len(chunk.token_ids)
+        prompt, tokens = self._prompts[number], self._tokens[number, sample]
+        usage = {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+        return f',"usage":{json.dumps(usage)}}}\n\n'

@@ -92,6 +92,32 @@ async def test_a_completion_and_its_stream(cluster: Cluster) -> None:
     assert len({event.id for event in [*events, last]}) == 1
 
 
+async def test_every_event_may_tell_the_tokens_so_far(cluster: Cluster) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    completions = await cluster.api.completions.create(
+        model="null", prompt=["hello", "you"], max_tokens=6, n=2, stream=True, stream_options=options
+    )
+    so_far = {index: 0 for index in range(4)}
+    async for event in completions:
+        assert event.usage is not None
+        if not event.choices:
+            assert (event.usage.prompt_tokens, event.usage.completion_tokens) == (5 + 3, 4 * 6)
+            continue
+        (choice,) = event.choices
+        assert event.usage.prompt_tokens == (5 if choice.index < 2 else 3)
+        assert event.usage.completion_tokens >= so_far[choice.index]
+        assert event.usage.total_tokens == event.usage.prompt_tokens + event.usage.completion_tokens
+        so_far[choice.index] = event.usage.completion_tokens
+    assert set(so_far.values()) == {6}
+    messages: Any = [{"role": "user", "content": "hi"}]
+    chat = await cluster.api.chat.completions.create(
+        model="null", messages=messages, max_tokens=6, stream=True, stream_options=options
+    )
+    counts = [event.usage.completion_tokens async for event in chat if event.usage is not None]
+    assert counts == sorted(counts)
+    assert counts[-1] == counts[-2] == 6
+
+
 async def test_a_chat_and_its_stream(cluster: Cluster) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
