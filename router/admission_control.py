@@ -21,7 +21,6 @@ from router.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, AdmissionQueu
 from router.gaps import closed_to_batch
 from router.limits import Charge, TenantBook
 from router.shedding import Ahead, Asked, Capacity, Overdue, Pace, capacity_of, forecast, on_worker, verdict
-from router.snapshot import generating
 from router.validation import GenerationRequest
 from router.worker_pool import WorkerPool
 
@@ -172,9 +171,13 @@ class AdmissionControl:
             return frozenset()
         if self._config.queue.policy != "priority" or self._queue.batch_due:
             return frozenset()
-        workers = self._pool.fleet().rows
-        closed = closed_to_batch(workers, active.tracker.prompt_tokens, self._classes)
-        return None if closed and closed.issuperset(worker.worker_id for worker in generating(workers)) else closed
+        fleet = self._pool.fleet()
+        closed = closed_to_batch(fleet, active.tracker.prompt_tokens, self._classes)
+        if not closed.any():
+            return frozenset()
+        if not (fleet.generating & ~closed).any():
+            return None
+        return frozenset(map(fleet.id_of, closed.nonzero()[0].tolist()))
 
     @property
     def itl_ms(self) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdcore.step_time import StepTime
-from pdcore.types import Role
+from pdcore.types import PriorityClass, Role
 from router.snapshot import WorkerSnapshot
 
 STALE_S = 2.0
@@ -49,11 +49,13 @@ COLUMNS = (
 )
 """Of the table, in their order: see `Fleet`."""
 
-_HEARD_AT, _SENT_TOKENS, _CONTEXT, _KNOWN, _REACHES, _BASE, _TOKEN, _ATTENDED = range(len(COLUMNS), len(COLUMNS) + 8)
+_HEARD_AT, _SENT_TOKENS, _CONTEXT, _KNOWN, _REACHES, _BASE, _TOKEN, _ATTENDED, _MINE = range(
+    len(COLUMNS), len(COLUMNS) + 9
+)
 """Columns behind them, of which settling makes others anew: when the last report was heard, prompt tokens sent and
 not known to be computed, tokens in the cache; whether steps were measured, also as large as those of prompts; and the
-worker's own step-time model, drift included."""
-_ALL = len(COLUMNS) + 8
+worker's own step-time model, drift included. Then this router's requests there, a column for each class."""
+_ALL = _MINE + len(PriorityClass)
 _ROW = struct.Struct(f"{_ALL}d")
 
 _ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
@@ -157,6 +159,22 @@ class Fleet:
         return self._addresses
 
     @property
+    def known(self) -> Mask:
+        """Of workers that have measured their steps."""
+        return np.asarray(self._table[_KNOWN] > 0) & self._masks.any(axis=0)
+
+    @property
+    def generating(self) -> Mask:
+        """Of workers on which tokens are generated: prefill workers only if there is nobody else."""
+        others = self.decode | self.aggregated
+        return others if others.any() else self.prefill
+
+    def mine(self, priority: PriorityClass) -> Column:
+        """This router's requests of that class on each worker."""
+        column: Column = self._table[_MINE + priority]
+        return column
+
+    @property
     def rows(self) -> list[WorkerSnapshot]:
         """Who is there, each as of its last change: ages are older by now."""
         return [row for row in self._rows if row is not None]
@@ -224,7 +242,7 @@ class Fleet:
             return
         self._settled_at = now
         table, there = self._table, self._masks.any(axis=0)
-        models = table[_BASE:]
+        models = table[_BASE:_MINE]
         known, reaches = there & (table[_KNOWN] > 0), there & (table[_REACHES] > 0)
         self._stream = _means(models[:, known]) or _scaled(GUESS)
         self._prompt = _means(models[:, reaches])
@@ -311,6 +329,7 @@ class Fleet:
             known,
             reaches,
             *own,
+            *worker.mine.by_class,
         )
         self._cells[number :: len(self._rows)] = memoryview(_ROW.pack(*values)).cast("d")
 

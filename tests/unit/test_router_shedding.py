@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdcore.classes import ClassObjective, ClassObjectives
 from pdcore.step_time import MIN_STEPS, StepTime
 from pdcore.types import PriorityClass, Role, WorkerLoad
+from router.fleet import Fleet
 from router.gaps import closed_to_batch
 from router.shedding import (
     ARRIVING,
@@ -267,8 +268,8 @@ class TestGaps:
 
     def names(self, *workers: WorkerSnapshot) -> list[str]:
         """Of those that are open to a batch request."""
-        closed = closed_to_batch(workers, 100, self.CLASSES)
-        return [worker.worker_id for worker in workers if worker.worker_id not in closed]
+        closed = closed_to_batch(Fleet.of(workers), 100, self.CLASSES)
+        return [worker.worker_id for worker, shut in zip(workers, closed, strict=True) if not shut]
 
     def test_batch_goes_where_the_pace_of_the_others_stays(self) -> None:
         few = worker("few", Role.DECODE, running=2, by_class=(1, 0, 1))
@@ -287,7 +288,7 @@ class TestGaps:
         dear = replace(STEADY, attended_ms=0.01)
         workers = [worker("d", Role.DECODE, step_time=dear, running=1, by_class=(1, 0, 0))]
         assert self.names(*workers) == []
-        assert not closed_to_batch(workers, 10, replace(self.CLASSES, interactive=ClassObjective()))
+        assert not closed_to_batch(Fleet.of(workers), 10, replace(self.CLASSES, interactive=ClassObjective())).any()
 
     def test_prefill_workers_and_unknown_ones_are_open(self) -> None:
         prefill = worker("p", running=9, by_class=(9, 0, 0))
