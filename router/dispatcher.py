@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
@@ -144,6 +145,7 @@ class Dispatcher:
             rates=self._rates,
             links=self._links,
             no_route_grace_s=config.worker_wait_s,
+            seed=crc32(config.router_id.encode()),
             counters=self.counters,
             first_start=lambda: budget.started(clock.now()),
             perform=self.perform,

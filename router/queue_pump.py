@@ -33,6 +33,7 @@ class QueuePump:
         rates, links: what is known of KV transfers.
         counters: gets the decisions.
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
+        seed: 32 bits of the router; routers that see the same workers draw differently by it.
         first_start: called for every request that starts and did not before.
         perform: carries out what a request's tracker decided. abandon: ends a request with an error.
     """
@@ -51,6 +52,7 @@ class QueuePump:
         rates: TransferRates,
         links: Links,
         no_route_grace_s: float,
+        seed: int,
         counters: Counters,
         first_start: Callable[[], None],
         perform: Callable[[ActiveRequest, Sequence[Effect]], None],
@@ -69,7 +71,7 @@ class QueuePump:
         self._counters = counters
         self._no_route_grace_s = no_route_grace_s
         self._first_start = first_start
-        self._routes = 0
+        self._draw = seed << 32  # in the upper half, so that no router follows another a few draws behind
         self._perform = perform
         self._abandon = abandon
         self._stopped = False
@@ -155,7 +157,7 @@ class QueuePump:
                 timer.cancel()
 
     def _route(self, active: ActiveRequest, now: float, held_back: frozenset[str] = frozenset()) -> Route | None:
-        self._routes += 1
+        self._draw += 1
         asked, bad = self._asked(active, now, held_back), self._pool.health.shunned() | active.unfit
         chosen = choose(replace(asked, exclude=asked.exclude | bad) if bad else asked, self._pool.fleet())
         if bad and isinstance(chosen, NoRoute) and not chosen.busy:
@@ -223,7 +225,7 @@ class QueuePump:
             avoid=active.avoid,
             policy=self._policy,
             cached=self._prefixes.cached(active.names) if self._by_prefix(active) else None,
-            draw=self._routes,
+            draw=self._draw,
             links=self._links,
             disaggregate=self._disaggregate,
             handover_ms=self._rates.handover_ms,

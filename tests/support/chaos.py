@@ -212,7 +212,8 @@ class ChaosRun:
             modules={Role.PREFILL: "tests.support.faulty_prefill"},
             max_replays=MAX_REPLAYS,
             max_queue=100_000,
-            classes=ClassObjectives(standard=ClassObjective()),  # nothing is given up for coming late
+            # Nothing is given up for coming late.
+            classes=ClassObjectives(interactive=ClassObjective(itl_ms=200.0), standard=ClassObjective()),
             token_window=16,
             worker_wait_s=self._limit_s,
             heartbeat_s=0.25,

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdcore.config import RouterConfig
+from pdcore.config import ROUTING_POLICIES, RouterConfig
 from pdcore.errors import Overloaded, PdserveError, Unavailable
 from pdcore.types import FinishReason, PriorityClass, Role, SamplingParams
 from protos import admin_pb2, membership_pb2, worker_pb2
@@ -99,10 +99,10 @@ class Client:
 class World:
     """A dispatcher, its workers and its clients. `step` lets one thing happen, chosen by a number."""
 
-    def __init__(self, pools: int = 0, window: int = 4, **options: object) -> None:
+    def __init__(self, pools: int = 0, window: int = 4, router_id: str = "router", **options: object) -> None:
         self.loop = VirtualLoop()
         settings = {"max_replays": 3, "max_queue": 6, "worker_wait_s": 5.0, "token_window": window, **options}
-        config = RouterConfig("router", "", "null", "", **settings)  # type: ignore[arg-type]
+        config = RouterConfig(router_id, "", "null", "", **settings)  # type: ignore[arg-type]
         self.dispatcher = self.loop.inside(
             lambda: Dispatcher(config, self.loop, incarnation="1", on_change=lambda: None)
         )
@@ -495,6 +495,21 @@ def test_the_first_replay_starts_at_once_and_the_next_ones_after_a_backoff(timeo
         assert len(given) > 2, "before the deadline there is another try"
         assert 0.03 < pauses[1] <= timeout_s / 2 + 0.03
     world.close()
+
+
+@pytest.mark.parametrize("policy", ROUTING_POLICIES)
+def test_routers_that_see_the_same_draw_by_themselves(policy: str) -> None:
+    """Before equal workers, the first requests of many routers do not all go to one; a router repeats itself."""
+    routers = [f"router-{number}" for number in range(12)]
+    taken: list[str] = []
+    for router_id in [*routers, routers[0]]:
+        world = World(0, router_id=router_id, policy=policy)
+        world.submit(max_tokens=2)
+        taken += [name for name, worker in world.workers.items() if worker.inbox]
+        world.settle()
+        world.close()
+    assert set(taken) == {"d0", "d1"}
+    assert taken[0] == taken[-1]
 
 
 def test_a_mass_failure_is_no_storm_and_loses_nobody() -> None:
