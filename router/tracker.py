@@ -184,6 +184,7 @@ class RequestTracker:
         self._held: list[_Held] = []
         self._revoked = False  # how the KV of what was delivered was lost last, if it was
         self._owed_by_prefill = False  # log-probabilities that nobody else has
+        self._computing_whole = False  # one worker runs it, and has not computed the prompt, as far as is known
         # Prompt tokens from the front whose log-probabilities are delivered, or not wanted.
         self._prompt_scored = len(prompt) if params.prompt_logprobs is None else 1
 
@@ -256,6 +257,7 @@ class RequestTracker:
         self._route = route
         self._prefill, self._decode = route.prefill, route.decode
         self._held = []
+        self._computing_whole = route.prefill is None
         wants_logprobs = self.params.logprobs is not None or self._prompt_scored < len(self.prompt)
         self._owed_by_prefill = route.prefill is not None and wants_logprobs
         if not self.delivered:
@@ -313,6 +315,7 @@ class RequestTracker:
                 return _NOTHING
             if self.state is not RequestState.DECODING:
                 self._committed(effects)
+            effects += self._computed_whole()
             self._decode_next = max(self._decode_next, index + 1)
         elif worker_id != self._prefill or self.state is RequestState.RESERVING:
             return _NOTHING
@@ -384,11 +387,11 @@ class RequestTracker:
             self.timeline.prefill_queued_s = queued_s
             self.timeline.prefill_s = compute_s
             self.timeline.cached_tokens = cached_tokens
-        if not self._branches or not self._is_current(worker_id, attempt):
+        if not self._is_current(worker_id, attempt):
             return _NOTHING
         if self._prefill is None:
-            return self._branched()
-        if worker_id == self._prefill and self.state is RequestState.PREFILLING:
+            return self._branched() if self._branches else self._computed_whole()
+        if self._branches and worker_id == self._prefill and self.state is RequestState.PREFILLING:
             self.state = RequestState.TRANSFERRING
             return [PrefillComputed(worker_id, self.key)]
         return _NOTHING
@@ -503,6 +506,13 @@ class RequestTracker:
             return _NOTHING
         self._credited += due
         return [SendCredit(self._decode, self.key, due)]
+
+    def _computed_whole(self) -> Sequence[Effect]:
+        """The worker that runs the request as a whole has computed the prompt, and generates from now on."""
+        if not self._computing_whole:
+            return _NOTHING
+        self._computing_whole = False
+        return [PrefillComputed(self._decode, self.key)]
 
     def _first_token(self, now: float) -> None:
         assert self._route is not None

@@ -217,6 +217,25 @@ async def test_aggregated_and_decode_workers_run_requests_alone(model: Path) -> 
             await cluster.empty()
 
 
+async def test_a_prompt_that_is_computed_is_not_queued_any_more(model: Path) -> None:
+    """Streams that run as a whole do not use up what a worker may hold queued: 1,024 prompt tokens."""
+    held = asyncio.Event()
+
+    async def hold(point: str, key: RequestKey, index: int) -> None:
+        if point == "token" and index == 3:
+            await held.wait()
+
+    worker = NullWorker("a0", Role.AGGREGATED, hook=hold)
+    async with NullCluster(model, [worker]) as cluster:
+        prompts = [[number] * 600 for number in range(8)]
+        answers = [asyncio.ensure_future(cluster.client.complete(p, Sampling(max_tokens=9))) for p in prompts]
+        await until(lambda: len(worker.held) == 8, "all of them run")
+        snapshot = cluster.dispatcher.pool.snapshot("a0")
+        assert (snapshot.requests, snapshot.queued_prefill_tokens) == (8, 0)
+        held.set()
+        assert [answer.token_ids for answer in await asyncio.gather(*answers)] == [expected(p, 9) for p in prompts]
+
+
 async def test_a_small_window_only_slows_down(model: Path) -> None:
     async with NullCluster(model, pair(), token_window=1) as cluster:
         answer = await cluster.client.complete([7], Sampling(max_tokens=50), request_id="r")

@@ -248,6 +248,11 @@ class World:
                 assert name in holders.get(key, ()), f"{name} was never told that {key} is over"
             for key in self.dispatcher.pool._books[name].assignments:
                 assert name in holders.get(key, ()), f"{key} is in the book of {name}"
+        for one in active.values():
+            if one.tracker.state is RequestState.DECODING and len(one.tracker.delivered) > one.tracker._base:
+                for name in one.tracker.holders & self.dispatcher.pool._books.keys():
+                    given = self.dispatcher.pool._books[name].assignments.get(one.tracker.key)
+                    assert given is None or not given.prefill_tokens, f"{name} has computed the prompt of {given}"
         waiting = self.dispatcher._queue.waiting()
         assert len(waiting) == len(set(waiting))
         queued = {n for n, one in active.items() if one.tracker.state is RequestState.QUEUED and not one.waits}
