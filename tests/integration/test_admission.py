@@ -258,7 +258,11 @@ async def test_what_cannot_be_in_time_is_shed_before_anything_is_computed(model:
 
 async def test_what_waits_is_given_up_when_it_cannot_be_in_time_any_more(model: Path) -> None:
     async with NullCluster(
-        model, measured(), classes=URGENT, max_queued_prefill_tokens=1, tenants=(TenantLimits("*", max_concurrent=9),)
+        model,
+        measured(),
+        classes=URGENT,
+        max_queued_prefill_tokens=1,
+        tenants=(TenantLimits("*", max_concurrent=9, requests_per_minute=3),),
     ) as cluster:
         client, gate = cluster.client, Gate("prefill")
         cluster["p0"].hook = gate
@@ -274,6 +278,8 @@ async def test_what_waits_is_given_up_when_it_cannot_be_in_time_any_more(model: 
         with pytest.raises(Overloaded, match="the class's objective allows 475"):
             await waits
         assert running(cluster, "") == 2, "the samples that were given up hold nothing"
+        tenants, clock = cluster.dispatcher.admission.tenants, cluster.router._clock
+        assert tenants.over_limit("", 1, clock.now()) is None, "what is shed costs nothing"
         assert (await classes(cluster))["interactive"].shed_waiting == 1
         cluster["p0"].others_queued = 0  # type: ignore[attr-defined]
         gate.opened.set()

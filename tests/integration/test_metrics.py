@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as plain
 
 from pdcore.errors import InvalidRequest
-from pdcore.types import Role
+from pdcore.types import PriorityClass, Role
 from router.client import Sampling
 from router.metrics import BUCKETS_S, Buckets
 from tests.support.null_cluster import NullCluster, until
@@ -114,12 +114,31 @@ async def test_requests_are_counted_by_how_they_end(model: Path) -> None:
             assert seen.of("pdserve_requests_refused_total", error="invalid_request") == 1
             assert seen.of("pdserve_generated_tokens_total") >= 4 + 3 * 2
             assert seen.of("pdserve_prompt_tokens_total") == 3 + 3 * 3 + 1
-            assert seen.of("pdserve_decisions_total", mode="disaggregated") == 3
+            assert seen.of("pdserve_decisions_total") == 3
+            assert seen.of("pdserve_decisions_total", mode="disaggregated", reason="prefill_pool_serves") == 3
+            assert seen.of("pdserve_degraded") == 0
             assert seen.of("pdserve_worker_up", worker="d0", role="decode") == 1
             assert seen.of("pdserve_worker_total_blocks") > 0
             assert seen.of("pdserve_requests_waiting") == seen.of("pdserve_requests_running") == 0
             assert seen.of("pdserve_router_info", router_id="router-0") == 1
             assert seen.of("process_cpu_seconds_total") > 0
+
+
+async def test_what_the_router_counts_is_under_its_name(model: Path) -> None:
+    async with NullCluster(model, [NullWorker("d0", Role.DECODE)]) as cluster:
+        await cluster.client.complete([3], Sampling(max_tokens=1))
+        counters, admission = cluster.dispatcher.counters, cluster.dispatcher.admission
+        counters.replays, counters.failed_transfers, counters.rebuilds, admission.rate_limited = 3, 4, 5, 6
+        batch = admission.counters[PriorityClass.BATCH]
+        batch.shed_full, batch.shed_late, batch.shed_waiting = 7, 8, 9
+        seen = await scrape(cluster)
+        assert seen.of("pdserve_decisions_total", mode="local", reason="prefill_pool_empty") == 1
+        assert seen.of("pdserve_degraded") == 1
+        counts = ("replays", "failed_transfers", "rebuilds", "rate_limited")
+        assert [seen.of(f"pdserve_{name}_total") for name in counts] == [3, 4, 5, 6]
+        why = {"class": "batch"}
+        assert [seen.of("pdserve_shed_total", reason=r, **why) for r in ("full", "late", "waiting")] == [7, 8, 9]
+        assert seen.of("pdserve_shed_total") == 24
 
 
 async def test_nothing_that_a_client_makes_up_becomes_a_label(model: Path) -> None:

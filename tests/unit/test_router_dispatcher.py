@@ -559,6 +559,33 @@ def test_a_mass_failure_is_no_storm_and_loses_nobody() -> None:
     world.close()
 
 
+def test_what_starts_pays_for_replays_and_what_comes_back_does_not() -> None:
+    world = World(1, replay_share=0.5, replays_per_s=1.0)
+    for _ in range(3):
+        assert world.submit(max_tokens=2)
+    _run(world, 0.1)
+    assert all(client.ends for client in world.clients)
+    savings = world.dispatcher._replays._budget.balance(world.loop.time())
+    assert savings == pytest.approx(10.0 + 3 * 0.5, abs=0.1)
+    _break(world, "d0")
+    assert world.submit(max_tokens=2)
+    _run(world, 3.0)
+    savings = world.dispatcher._replays._budget.balance(world.loop.time())
+    assert savings < 10.0 + 4 * 0.5 - 1.0
+    world.settle()
+    world.close()
+
+
+def test_reports_grow_old() -> None:
+    world = World(1)
+    world.loop.inside(lambda: world.workers["d0"].report(True))
+    world.loop.pass_time(1.5)
+    world.loop.inside(lambda: world.workers["p0"].report(True))
+    ages = {snapshot.worker_id: snapshot.age_s for snapshot in world.dispatcher.pool.snapshots()}
+    assert ages == pytest.approx({"d0": 1.5, "p0": 0.0}, abs=0.01)
+    world.close()
+
+
 def test_the_turn_of_one_that_is_cancelled_goes_to_the_next() -> None:
     world = World(1, max_replays=1, replays_per_s=0.1, replay_share=0.0)  # one is saved up
     calls = [world.submit() for _ in range(3)]

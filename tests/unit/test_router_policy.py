@@ -383,5 +383,8 @@ class TestDisaggregateOrNot:
 
     def test_a_decode_pool_without_room(self) -> None:
         assert no_route(self.asked(20), timed(p()), timed(d(running=8))).busy
+        computes = timed(d(prefill_tokens=5000))
+        chosen = route(self.asked(20), timed(p()), computes)
+        assert (chosen.mode, chosen.reason) == (Mode.DISAGGREGATED, "decode_pool_busy")
         chosen = route(self.asked(20), timed(p()), timed(d(running=8)), timed(a()))
         assert (chosen.mode, chosen.decode, chosen.reason) == (Mode.LOCAL, "a0", "decode_pool_full")
