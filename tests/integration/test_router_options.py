@@ -165,7 +165,7 @@ async def test_the_bound_of_a_class_is_its_own(model: Path) -> None:
             await until(lambda count=waiting: cluster.dispatcher.queued == count, "it waits")
         for priority, waiting in (("batch", 1), ("standard", 2)):
             with pytest.raises(Overloaded, match=f"{waiting} {priority} requests are waiting"):
-                await cluster.client.complete([1], SHORT, priority=priority)
+                await cluster.client.complete([1], SHORT, priority=priority, timeout_s=10.0)
         gate.opened.set()
         await asyncio.gather(*running)
 
