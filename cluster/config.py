@@ -263,6 +263,7 @@ class ClusterConfig(Section):
 
     def check(self) -> None:
         """Raise ConfigError if values that are fine one by one do not fit together."""
+        self._queue_config()
         counts = {role: self.pool(role).workers for role in Role}
         if not counts[Role.AGGREGATED] and not (counts[Role.PREFILL] and counts[Role.DECODE]):
             key, other = ("prefill", "decode") if not counts[Role.PREFILL] else ("decode", "prefill")

@@ -110,6 +110,9 @@ class QueueConfig:
         _require(0 <= self.batch_share <= 0.5, "queue.batch_share", self.batch_share, "a number in [0, 0.5]")
         for entry in self.tenant_weights:
             _require(entry.weight > 0, f"router.tenants.{entry.tenant}.weight", entry.weight, "a number > 0")
+            shares = self.policy == "fair" or entry.weight == 1
+            only = "1, unless queue.policy is fair: no other policy shares by weight"
+            _require(shares, f"router.tenants.{entry.tenant}.weight", entry.weight, only)
 
     def weight(self, tenant: str) -> float:
         """The tenant's weight."""

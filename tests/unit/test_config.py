@@ -426,6 +426,7 @@ def test_the_queue_reaches_router_and_workers(model: Path) -> None:
 
 def test_classes_and_tenants_reach_the_router(tmp_path: Path, model: Path) -> None:
     text = """
+queue: {policy: fair}
 router:
   max_queue: 7
   api_keys_file: keys.yaml

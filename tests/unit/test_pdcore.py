@@ -82,6 +82,7 @@ def test_json_that_does_not_fit_names_the_key(change: tuple[str, str], key: str)
         (lambda: QueueConfig("lifo"), "queue.policy", "fcfs"),
         (lambda: QueueConfig(batch_share=0.9), "queue.batch_share", "[0, 0.5]"),
         (lambda: QueueConfig(tenant_weights=(TenantWeight("a", 0.0),)), "router.tenants.a.weight", "> 0"),
+        (lambda: QueueConfig(tenant_weights=(TenantWeight("a", 2.0),)), "router.tenants.a.weight", "fair"),
         (lambda: EngineConfig("m", "m", dtype="int3"), "dtype", "bfloat16"),
         (lambda: EngineConfig("m", "m", block_size=12), "block_size", "16"),
         (lambda: TransferConfig(codec="gzip"), "codec", "bexp-zstd"),

@@ -50,13 +50,13 @@ class Queue:
 REQUESTS = st.lists(
     st.tuples(st.integers(1, 400), st.sampled_from("abc"), st.sampled_from(PriorityClass)), max_size=30
 )
+WEIGHTS = (TenantWeight("a", 3.0), TenantWeight("b", 0.5))
 CONFIGS = st.builds(
     QueueConfig,
     policy=st.sampled_from(QUEUE_POLICIES),
     sjf_age_tokens=st.integers(1, 60),
     batch_share=st.sampled_from([0.0, 0.1, 0.3, 0.5]),
-    tenant_weights=st.sampled_from([(), (TenantWeight("a", 3.0), TenantWeight("b", 0.5))]),
-)
+) | st.sampled_from([QueueConfig("fair", tenant_weights=WEIGHTS)])
 
 
 @given(CONFIGS, REQUESTS, st.randoms(use_true_random=False))
