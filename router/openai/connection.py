@@ -10,6 +10,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.openai.errors import HttpProblem, reply_of
+from router.validation import new_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,14 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.abort()  # an answer would get into that of the request before
             return
+        request_id = new_request_id()  # what the client calls it may not have come
+        logger.info("request %s fails: %s", request_id, problem.reason, extra={"request_id": request_id})
         body = reply_of(problem).body
-        head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-        self.transport.write(head % (problem.status, _PHRASES[problem.status], len(body)) + body)
+        head = (
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            b"x-request-id: %s\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head % (problem.status, _PHRASES[problem.status], len(body), request_id.encode()) + body)
         self.transport.close()
 
     # -- the head's time -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -107,6 +108,7 @@ async def test_heads_that_are_no_requests(cluster: NullCluster) -> None:
     ):
         got = await ask(cluster, data)
         assert got.startswith(b"HTTP/1.1 %d " % wanted), (data[:60], got[:200])
+        assert re.search(rb"(?i)\r\nx-request-id: [0-9a-z-]{16}", got), got[:200]  # also where nothing could be read
 
 
 async def test_a_large_body_is_refused_before_it_is_read(cluster: NullCluster) -> None:
@@ -156,7 +158,9 @@ async def test_who_sends_nothing_does_not_stay(model: Path, monkeypatch: pytest.
     async with NullCluster(model, pair(), http_port=0) as cluster:
         half = post(ONE, b"")[:-5]
         for data in (b"", b"GET /health HT", half):
-            assert (await ask(cluster, data)).startswith(b"HTTP/1.1 408 "), data
+            got = await ask(cluster, data)
+            assert got.startswith(b"HTTP/1.1 408 "), data
+            assert b"\r\nx-request-id: " in got
         # Between requests a connection may be idle for longer.
         async with httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as client:
             for _ in range(2):
