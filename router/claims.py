@@ -35,6 +35,12 @@ def claim_key(tenant: str, key: str) -> bytes:
     return hashlib.sha256(b"%d:%b%b" % (len(scope), scope, key.encode())).digest()
 
 
+def key_of(key: str, number: int) -> str:
+    """The key of request `number` of several that one key was given for: its own, and the same when all are sent
+    again. That of the first is the key as it is; empty if there is none."""
+    return hashlib.sha256(f"{number}:{key}".encode()).hexdigest() if key and number else key
+
+
 @dataclass(eq=False, slots=True)
 class Claim:
     """A request's hold on its key. `valid_until`: on the router's clock; the controller keeps it at least as long.

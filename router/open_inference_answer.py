@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pdcore.types import FinishReason
 from protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from router.calls import Call, Calls
+from router.claims import key_of
 from router.open_inference_request import OUTPUTS, InferRequest, parameter
 from router.stream import Chunk
 from router.tensors import Element, Tensor, add_output
@@ -80,8 +81,12 @@ class Inference:
             remaining_s = self._asked.timeout_s if remaining_s is None else min(remaining_s, self._asked.timeout_s)
         several = len(self._asked.requests) > 1
         runs = []
+        keys: set[str] = set()
         for number, request in enumerate(self._asked.requests):
             request.request_id = f"{self._request_id}.{number}" if several else self._request_id
+            if request.idempotency_key in keys:  # one key for several texts, which do not exclude each other
+                request.idempotency_key = key_of(request.idempotency_key, number)
+            keys.add(request.idempotency_key)
             sink = _Sink(self, number)
             runs.append(self._calls.run(request, sink, caller=caller, remaining_s=remaining_s))
         if not several:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protos import generation_pb2
+from router.claims import key_of
 from router.openai.fields import PRIORITIES, GenerationFields, check_together, sampling_of
 from router.validation import new_request_id, usable_id
 
@@ -121,6 +121,5 @@ def numbered(request: generation_pb2.GenerateRequest, number: int) -> generation
     copy = generation_pb2.GenerateRequest()
     copy.CopyFrom(request)
     copy.request_id = f"{request.request_id}-{number}"
-    if number and request.idempotency_key:
-        copy.idempotency_key = hashlib.sha256(f"{number}:{request.idempotency_key}".encode()).hexdigest()
+    copy.idempotency_key = key_of(request.idempotency_key, number)
     return copy

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
+import openai
 import pytest
 
 from cluster.claims import Granted
@@ -14,7 +16,8 @@ from pdcore.clock import ManualClock, MonotonicClock
 from pdcore.config import RouterConfig
 from pdcore.errors import AlreadyRunning, InvalidRequest, Overloaded, RequestError, Unavailable
 from pdcore.types import RequestKey, Role
-from protos import routers_pb2, routers_pb2_grpc
+from protos import open_inference_pb2, routers_pb2, routers_pb2_grpc
+from protos.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from router.claims import Claim, Claims, claim_key
 from router.client import AsyncClient, Sampling
 from tests.support.null_cluster import NullCluster, pair, until
@@ -75,6 +78,45 @@ async def test_one_at_a_time_on_whichever_router(model: Path) -> None:
         for client in (two, one, two):
             answer = await client.samples([3], Sampling(max_tokens=2, n=3), idempotency_key="order 17", tenant="a")
             assert len(answer) == 3
+        assert not fleet.controller.routers.claims.holders(time.monotonic())
+
+
+async def test_one_at_a_time_on_every_interface(model: Path) -> None:
+    """Several prompts under one key do not exclude each other, but all of them whoever comes with it meanwhile."""
+    gate = Gate()
+    async with (
+        RouterFleet(model, alone(gate), http_port=0) as fleet,
+        grpc.aio.insecure_channel(fleet.routers[0].address) as channel,
+        openai.AsyncOpenAI(
+            base_url=f"http://{fleet.routers[1].http_address}/v1", api_key="none", max_retries=0
+        ) as api,
+    ):
+        infer = GRPCInferenceServiceStub(channel).ModelInfer
+        message = open_inference_pb2.ModelInferRequest(model_name="null", id="texts")
+        texts = message.inputs.add(name="text_input", datatype="BYTES", shape=[2])
+        texts.contents.bytes_contents.extend([b"a", b"b"])
+        message.parameters["max_tokens"].int64_param = 2
+        message.parameters["idempotency_key"].string_param = "k"
+        ask = partial(
+            api.completions.create, model="null", prompt=["a", "b"], max_tokens=2, extra_headers={"idempotency-key": "k"}
+        )
+        first = infer(message)
+        await until(lambda: {"texts.0", "texts.1"} <= set(gate.reached), "both texts are on a worker")
+        with pytest.raises(openai.ConflictError) as conflict:
+            await ask()
+        assert (conflict.value.code, conflict.value.status_code) == ("idempotency_key_in_use", 409)
+        assert "texts.0" in str(conflict.value)
+        gate.opened.set()
+        await first
+        gate.opened.clear()
+        second = asyncio.ensure_future(ask())
+        await until(lambda: len(gate.reached) >= 4, "both prompts are on a worker")
+        with pytest.raises(grpc.aio.AioRpcError) as exists:
+            await infer(message)
+        assert exists.value.code() is grpc.StatusCode.ALREADY_EXISTS
+        gate.opened.set()
+        assert len((await second).choices) == 2
+        await fleet.empty()
         assert not fleet.controller.routers.claims.holders(time.monotonic())
 
 
