@@ -97,9 +97,8 @@ async def test_one_at_a_time_on_every_interface(model: Path) -> None:
         texts.contents.bytes_contents.extend([b"a", b"b"])
         message.parameters["max_tokens"].int64_param = 2
         message.parameters["idempotency_key"].string_param = "k"
-        ask = partial(
-            api.completions.create, model="null", prompt=["a", "b"], max_tokens=2, extra_headers={"idempotency-key": "k"}
-        )
+        key = {"idempotency-key": "k"}
+        ask = partial(api.completions.create, model="null", prompt=["a", "b"], max_tokens=2, extra_headers=key)
         first = infer(message)
         await until(lambda: {"texts.0", "texts.1"} <= set(gate.reached), "both texts are on a worker")
         with pytest.raises(openai.ConflictError) as conflict:

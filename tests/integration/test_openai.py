@@ -279,6 +279,9 @@ async def test_cached_prompt_tokens_are_told(cluster: Cluster) -> None:
         usage = [event async for event in answer][-1].usage if stream else answer.usage
         assert usage.prompt_tokens == 5
         assert usage.prompt_tokens_details.cached_tokens == 3
+    several = await cluster.api.completions.create(model="null", prompt=["hello", "world!"], max_tokens=2, n=2)
+    assert several.usage.prompt_tokens == 5 + 6
+    assert several.usage.prompt_tokens_details.cached_tokens == 3 + 3
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------
@@ -369,7 +372,8 @@ async def test_keys_say_whose_a_request_is(model: Path, tmp_path: Path) -> None:
             await cluster.api.models.list()
         assert caught.value.code == "invalid_api_key"
         assert caught.value.response.headers["www-authenticate"] == "Bearer"
-        async with client_of(cluster, api_key=KEY) as acme:
+        # What they are called elsewhere is of no interest.
+        async with client_of(cluster, api_key=KEY, organization="of OpenAI") as acme:
             assert (await acme.models.list()).data
             for _ in range(2):
                 await acme.completions.create(model="null", prompt="x", max_tokens=1)
@@ -381,7 +385,25 @@ async def test_keys_say_whose_a_request_is(model: Path, tmp_path: Path) -> None:
         assert 0 < int(headers["retry-after-ms"]) <= 1000 * int(headers["retry-after"])
 
 
-async def test_ids_and_idempotency_keys_of_headers(model: Path) -> None:
+async def test_who_waits_no_longer_is_told_so(model: Path) -> None:
+    """A client of OpenAI's making says how long it waits for a whole answer, a proxy for a stream as well."""
+    gate = Gate("prefill")
+    workers = pair()
+    workers[0].hook = gate
+    async with Cluster(model, workers) as cluster:
+        for headers, stream in (
+            ({"x-stainless-read-timeout": "0.4"}, False),
+            ({"x-envoy-expected-rq-timeout-ms": "400"}, True),
+        ):
+            with pytest.raises(openai.InternalServerError) as late:
+                await cluster.api.completions.create(
+                    model="null", prompt="x", max_tokens=3, stream=stream, extra_headers=headers
+                )
+            assert (late.value.status_code, late.value.code) == (504, "deadline_exceeded")
+        await cluster.empty()
+
+
+async def test_ids_of_headers(model: Path) -> None:
     gate = Gate("token", index=1)
     workers = pair()
     workers[1].hook = gate

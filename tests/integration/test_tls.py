@@ -17,16 +17,18 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from cluster.membership import MembershipServer
-from pdcore.errors import Unavailable
+from pdcore.errors import AlreadyRunning, ConfigError, Unavailable
 from pdcore.security import INTERNAL_NAME, ClientTls, InternalSecurity
 from pdcore.types import Role
 from protos import kv_pb2_grpc, membership_pb2, membership_pb2_grpc, routers_pb2_grpc, worker_pb2_grpc
 from router.client import AsyncClient, Client, Sampling
 from security.internal import Internal
 from security.secret import SECRET_METADATA
+from tests.integration.test_router_flow import Gate
 from tests.support.certificates import SECRET, Authority
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import MODEL, NullWorker
+from tests.support.router_fleet import RouterFleet
 from tests.support.tiny_model import tiny_llama
 
 SERVING = membership_pb2.WORKER_STATE_SERVING
@@ -111,6 +113,34 @@ async def test_who_is_not_let_in_inside(cluster: NullCluster, authority: Authori
             ):
                 assert await method(metadata=internal.metadata).code() is code
     assert cluster["d0"].sessions == 1
+
+
+async def test_routers_ask_the_controller_for_keys(model: Path, authority: Authority) -> None:
+    """Their own calls: the list of routers, and claims, renewed and given back."""
+    security = authority.internal()
+    gate = Gate("token", index=1)
+    worker = NullWorker("aggregated-0", Role.AGGREGATED, security=security, hook=gate)
+    async with RouterFleet(model, [worker], security=security, claim_ttl_s=6.0) as fleet:
+        (one, two), claims = fleet.clients, fleet.controller.routers.claims
+        first = asyncio.ensure_future(one.complete("x", FOUR, idempotency_key="k", request_id="first"))
+        await gate.reached.wait()
+        (claim,) = claims._claims.values()
+        given = claim.expires
+        await until(lambda: claim.expires > given, "it is renewed")
+        with pytest.raises(AlreadyRunning, match="'first' on router-0"):
+            await two.complete("x", FOUR, idempotency_key="k")
+        gate.opened.set()
+        await first
+        assert not claims.holders(0.0)
+
+
+async def test_a_controller_is_not_to_be_reached_in_plain_text(authority: Authority) -> None:
+    with pytest.raises(ConfigError, match=r"tls.internal.*ray.allow_insecure_listen: true"):
+        await MembershipServer("0.0.0.0", security=InternalSecurity(secret=SECRET)).start()
+    for security in (authority.internal(), InternalSecurity(secret=SECRET, allow_insecure_listen=True)):
+        controller = MembershipServer("0.0.0.0", security=security)
+        await controller.start()
+        await controller.stop()
 
 
 async def health(address: str, tls: ClientTls) -> int:

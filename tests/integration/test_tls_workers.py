@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.membership import MembershipServer
 from decode_worker.worker import DecodeWorker
@@ -91,6 +92,9 @@ def test_strangers_are_not_served(workers: tuple[PrefillWorker, DecodeWorker], s
                 with pytest.raises(grpc.RpcError) as refused:
                     call()
                 assert refused.value.code() is code
+            if code is grpc.StatusCode.UNAUTHENTICATED:  # as Kubernetes asks, which has no secret
+                told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), **given)
+                assert told.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_worker_without_the_secret_cannot_join(model: Path) -> None:

@@ -9,19 +9,23 @@ import grpc
 
 from cluster.membership import MembershipServer
 from pdcore.config import RouterConfig
+from pdcore.security import InternalSecurity
 from protos import membership_pb2, membership_pb2_grpc
 from router.client import AsyncClient
 from router.service import RouterServer
+from security.internal import PLAIN, Internal
 from tests.support.null_cluster import until
 from tests.support.null_worker import MODEL, NullWorker
 
 
-async def keep_registered(controller: str, worker: membership_pb2.WorkerDescription, every_s: float = 0.2) -> None:
+async def keep_registered(
+    controller: str, worker: membership_pb2.WorkerDescription, every_s: float = 0.2, internal: Internal = PLAIN
+) -> None:
     """Hold a worker's registration, and open it again when it breaks. Until cancelled."""
     state = membership_pb2.WORKER_STATE_SERVING
-    async with grpc.aio.insecure_channel(controller) as channel:
+    async with internal.aio_channel(controller, ()) as channel:
         while True:
-            call = membership_pb2_grpc.MembershipStub(channel).Register()
+            call = membership_pb2_grpc.MembershipStub(channel).Register(metadata=internal.metadata)
             try:
                 await call.write(membership_pb2.Registration(worker=worker, state=state))
                 while True:
@@ -36,7 +40,7 @@ class RouterFleet:
 
     Args:
         count: routers in this process; tests may add others in processes of their own.
-        claim_grace_s: of the first controller. options: of RouterConfig.
+        claim_grace_s: of the first controller. options: of RouterConfig; its `security` is the controller's as well.
     """
 
     def __init__(
@@ -63,13 +67,15 @@ class RouterFleet:
             "http_port": -1,
             **options,
         }
+        self._security: InternalSecurity = self.options.get("security", InternalSecurity())  # type: ignore[assignment]
         self._registrations: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> RouterFleet:
         await self.start_controller()
         for worker in self.workers.values():
             await worker.start()
-            registration = keep_registered(self.controller.address, worker.description)
+            internal = Internal(self._security)
+            registration = keep_registered(self.controller.address, worker.description, internal=internal)
             self._registrations.append(asyncio.create_task(registration))
         for number in range(self._count):
             router = RouterServer(self.router_config(number))
@@ -108,6 +114,7 @@ class RouterFleet:
             dead_after_s=self.options["dead_after_s"],  # type: ignore[arg-type]
             claim_ttl_s=self.options["claim_ttl_s"],  # type: ignore[arg-type]
             claim_grace_s=self._claim_grace_s,
+            security=self._security,
         )
         await self.controller.start()
         self._port = int(self.controller.address.rpartition(":")[2])
