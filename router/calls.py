@@ -25,7 +25,7 @@ from router.load_meter import Pacer
 from router.logit_validation import check_token_ids
 from router.metrics import CallMetrics
 from router.pacing import pause
-from router.prompt_size import check_prompt_size
+from router.prompt_size import check_detokenize_size, check_prompt_size
 from router.stream import Chunk
 from router.text import TextStream
 from router.tokenizer import TextModel
@@ -294,6 +294,7 @@ class Calls:
     async def detokenize(self, request: generation_pb2.DetokenizeRequest) -> str:
         """The text of token ids. Raises InvalidRequest, UnknownModel."""
         check_model(request.model, self._config.served_name)
+        check_detokenize_size(request, self._config.max_prompt_bytes)
         limits = self._dispatcher.pool.limits()
         vocab_size = self.text_model.vocab_size if limits is None else limits.vocab_size
         check_token_ids("token_ids", request.token_ids, vocab_size)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pdcore.errors import InvalidRequest
 from protos import generation_pb2
 from router.chat_template import Arguments, ChatTemplate, Conversation
+from router.json_size import check_json_size
 from router.tools.tool import Choice, Tool, ToolUse
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -66,6 +67,7 @@ def read_chat(
     chars = _chars(chat)
     if chars > max_chars:  # before any JSON is read
         raise InvalidRequest("chat", f"{chars} characters cannot fit into the context of {max_messages} tokens")
+    check_json_size("chat", *_json_texts(chat))
     use = _tool_use(chat, template)
     messages = [_message(index, entry, template) for index, entry in enumerate(chat.messages)]
     if chat.continue_final_message:
@@ -96,6 +98,16 @@ def _chars(chat: generation_pb2.Chat) -> int:
     for tool in chat.tools:
         count += len(tool.name) + len(tool.description) + len(tool.parameters)
     return count
+
+
+def _json_texts(chat: generation_pb2.Chat) -> Iterator[bytes]:
+    """All that is going to be read as JSON."""
+    yield chat.template_arguments.encode()
+    for message in chat.messages:
+        for call in message.tool_calls:
+            yield call.arguments.encode()
+    for tool in chat.tools:
+        yield tool.parameters.encode()
 
 
 def _message(index: int, entry: generation_pb2.ChatMessage, template: ChatTemplate) -> dict[str, Any]:

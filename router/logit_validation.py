@@ -42,6 +42,9 @@ async def logit_params(
         if not MIN_REPETITION_PENALTY * (1 - 1e-6) <= repetition <= MAX_REPETITION_PENALTY:
             allowed = f"in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]"
             raise InvalidRequest("sampling.repetition_penalty", f"must be {allowed}, got {repetition:g}")
+    if len(sampling.allowed_token_ids) > vocab_size:
+        problem = f"must be no more than the vocabulary has, {vocab_size}, got {len(sampling.allowed_token_ids)}"
+        raise InvalidRequest("sampling.allowed_token_ids", problem)
     check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     return LogitParams(
         presence_penalty=_penalty(sampling, "presence_penalty"),

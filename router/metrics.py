@@ -156,7 +156,10 @@ class RouterMetrics:
         Numbers are read at once; writing them down, which takes long with many workers, keeps nobody waiting.
         """
         families = list(self._families())
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except ValueError:  # a version that is no number
+            encode, content_type = choose_encoder("")
         text: bytes = await asyncio.to_thread(lambda: encode(_Fixed(families, self._process)))
         return content_type, text
 

@@ -15,12 +15,17 @@ from typing import Any, NoReturn
 from pdcore.errors import InvalidRequest
 from protos import generation_pb2
 from protos.open_inference_pb2 import InferParameter, ModelInferRequest
-from router.tensors import BYTES, Tensor, read_tensors
+from router.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors
 
 MAX_TEXTS = 64
 TEXT_INPUT = "text_input"
 TEXT_OUTPUT = "text_output"
-MAX_NESTED_CHARS = 1 << 20
+MAX_PARAMETERS = 64
+"""More than there are names for; outputs that are asked for are no more than these either."""
+MAX_CHARS = 1 << 22
+"""Of what is said of the texts, in all: what they have in common each one's request has a copy of."""
+MAX_NESTED_CHARS = 1 << 18
+"""Of the JSON in `sampling_parameters`, that of all texts together."""
 SAMPLING_PARAMETERS = "sampling_parameters"
 
 INPUTS: Mapping[str, str] = {
@@ -115,12 +120,19 @@ def understand(message: ModelInferRequest) -> InferRequest:
     common = _common(message)
     asked = [_Asked(common) for _ in texts]
     for name, tensor in tensors.items():
-        for one, row in zip(asked, tensor.rows(len(texts)), strict=True):
-            one.add(name, _plain(name, tensor.datatype, row))
-    requests = []
-    for one, text in zip(asked, texts, strict=True):
-        one.unfold()
-        requests.append(one.request(message.model_name, text))
+        rows = [_plain(name, tensor.datatype, row) for row in tensor.rows(len(texts))]
+        for number, one in enumerate(asked):
+            one.add(name, rows[number] if len(rows) > 1 else rows[0])
+    nested = _Nested()
+    for one in asked:
+        one.unfold(nested)
+    sizes = [one.size() for one in asked]
+    size, chars = sum(size for size, _ in sizes), sum(chars for _, chars in sizes)
+    if size > MAX_ELEMENTS:
+        raise InvalidRequest("inputs", f"must have lists of at most {MAX_ELEMENTS} values together, got {size}")
+    if chars > MAX_CHARS:
+        raise InvalidRequest("inputs", f"must say at most {MAX_CHARS} characters of all texts together, got {chars}")
+    requests = [one.request(message.model_name, text) for one, text in zip(asked, texts, strict=True)]
     first = asked[0]
     stream = first.flag("stream", False)
     excluded = first.flag("exclude_input_in_output", stream)
@@ -162,8 +174,10 @@ def _text(name: str, value: object) -> str:
             raise InvalidRequest(name, "must be UTF-8") from None
     if not isinstance(value, str):
         raise InvalidRequest(name, f"must be a text, got {_shown(value)}")
-    if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-        raise InvalidRequest(name, "must not have halves of characters")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(name, "must not have halves of characters") from None
     return value
 
 
@@ -174,6 +188,8 @@ def _plain(name: str, datatype: str, values: Sequence[Any]) -> Any:
 
 
 def _common(message: ModelInferRequest) -> dict[str, Any]:
+    if len(message.parameters) > MAX_PARAMETERS:
+        raise InvalidRequest("parameters", f"must be at most {MAX_PARAMETERS}, got {len(message.parameters)}")
     parameters = {}
     for name, parameter in message.parameters.items():
         kind = parameter.WhichOneof("parameter_choice")
@@ -185,6 +201,8 @@ def _common(message: ModelInferRequest) -> dict[str, Any]:
 
 def _outputs(message: ModelInferRequest, asked: _Asked) -> list[str]:
     """What to answer with: the outputs that the request names, or the text and what it asks for by `return_...`."""
+    if len(message.outputs) > MAX_PARAMETERS:
+        raise InvalidRequest("outputs", f"must be at most {MAX_PARAMETERS}, got {len(message.outputs)}")
     names = [output.name for output in message.outputs]
     for output in message.outputs:
         if output.name not in OUTPUTS:
@@ -211,25 +229,21 @@ class _Asked:
             raise InvalidRequest(name[:64], "is given twice")
         self._values[name] = value
 
-    def unfold(self) -> None:
+    def unfold(self, nested: _Nested) -> None:
         """Put what `sampling_parameters` has beside the rest."""
         text = self._values.pop(SAMPLING_PARAMETERS, None)
         if text is None:
             return
-        problem = "must be a JSON object"
-        try:
-            text = _text(SAMPLING_PARAMETERS, text)
-            if len(text) > MAX_NESTED_CHARS:
-                problem = f"must have at most {MAX_NESTED_CHARS} characters, got {len(text)}"
-                raise InvalidRequest(SAMPLING_PARAMETERS, problem)
-            values = json.loads(text)
-        except (ValueError, RecursionError):
-            raise InvalidRequest(SAMPLING_PARAMETERS, problem) from None
-        if not isinstance(values, dict):
-            raise InvalidRequest(SAMPLING_PARAMETERS, problem)
-        for name, value in values.items():
+        for name, value in nested.read(_text(SAMPLING_PARAMETERS, text)).items():
             if value is not None:
                 self.add(name, value)
+
+    def size(self) -> tuple[int, int]:
+        """Values in lists and objects, and characters."""
+        lists = [value for value in self._values.values() if isinstance(value, list | dict)]
+        texts = [value for value in self._values.values() if isinstance(value, str)]
+        texts += [part for value in lists for part in value if isinstance(part, str)]
+        return sum(map(len, lists)), sum(map(len, texts))
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name, default)
@@ -260,6 +274,37 @@ class _Asked:
             elif name != "timeout":
                 raise InvalidRequest(name[:64], "is not known here")
         return request
+
+
+class _Nested:
+    """Reads the JSON of `sampling_parameters`: what several texts have in common once."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, dict[str, Any]] = {}
+        self._chars = 0
+
+    def read(self, text: str) -> dict[str, Any]:
+        """Raises InvalidRequest."""
+        found = self._read.get(text)
+        if found is None:
+            self._chars += len(text)
+            if self._chars > MAX_NESTED_CHARS:
+                problem = f"must have at most {MAX_NESTED_CHARS} characters, got {self._chars}"
+                raise InvalidRequest(SAMPLING_PARAMETERS, problem)
+            found = self._read[text] = self._parsed(text)
+        return found
+
+    def _parsed(self, text: str) -> dict[str, Any]:
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise InvalidRequest(SAMPLING_PARAMETERS, "must be a JSON object")
+        if len(values) > MAX_PARAMETERS:
+            problem = f"must have at most {MAX_PARAMETERS} names, got {len(values)}"
+            raise InvalidRequest(SAMPLING_PARAMETERS, problem)
+        return values
 
 
 def _priority(value: object) -> generation_pb2.Priority.ValueType:

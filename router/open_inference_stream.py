@@ -15,6 +15,7 @@ from router.guard import bug
 from router.open_inference_answer import FINAL, VERSION, Send
 from router.open_inference_request import parameter
 from router.validation import new_request_id
+from router.wire_errors import words_of
 
 MAX_REQUESTS = 256
 """That run on one stream; no more are read from it meanwhile."""
@@ -109,7 +110,7 @@ class InferStream:
             told["retry_after_ms"] = round(1000 * error.retry_after_s)
         for name, value in told.items():
             response.parameters[name].CopyFrom(parameter(value))
-        words = f"{error} (request {error.request_id})"
+        words = f"{words_of(error)} (request {error.request_id})"
         await self._write(ModelStreamInferResponse(error_message=words, infer_response=response))
 
     async def _write(self, message: ModelStreamInferResponse) -> None:

@@ -23,8 +23,17 @@ def check_prompt_size(
             size = TOKEN_BYTES * len(message.token_ids.ids)
         case _:
             return
+    _check(str(field), size, max_bytes)
+
+
+def check_detokenize_size(message: generation_pb2.DetokenizeRequest, max_bytes: int) -> None:
+    """The same for token ids whose text is asked for."""
+    _check("token_ids", TOKEN_BYTES * len(message.token_ids), max_bytes)
+
+
+def _check(field: str, size: int, max_bytes: int) -> None:
     if size > max_bytes:
-        raise InvalidRequest(str(field), f"has {size} bytes, more than the {max_bytes} that this cluster takes")
+        raise InvalidRequest(field, f"has {size} bytes, more than the {max_bytes} that this cluster takes")
 
 
 def _utf8_bytes(text: str, enough: int) -> int:

@@ -12,7 +12,11 @@ from protos.open_inference_pb2 import InferTensorContents, ModelInferRequest, Mo
 
 BYTES = "BYTES"
 MAX_ELEMENTS = 1 << 18
-"""Of a tensor: taking it apart must not keep the router's other clients waiting."""
+"""Of a request's tensors together: taking them apart must not keep the router's other clients waiting."""
+MAX_TENSORS = 64
+"""More than there are names for."""
+MAX_DIMENSIONS = 8
+"""Of a tensor, so that the number of its elements is one that can be computed and shown."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -45,11 +49,11 @@ class Tensor:
     values: Sequence[Element]
 
     def rows(self, count: int) -> list[Sequence[Element]]:
-        """What of it belongs to each of `count` inputs: its row, if it has so many, else all of it."""
+        """What of it belongs to each of `count` inputs, if it has a row for each; else all of it, once, for all."""
         if count > 1 and self.shape and self.shape[0] == count:
             size = len(self.values) // count
             return [self.values[size * row : size * (row + 1)] for row in range(count)]
-        return [self.values] * count
+        return [self.values]
 
 
 def read_tensors(request: ModelInferRequest) -> list[Tensor]:
@@ -58,27 +62,38 @@ def read_tensors(request: ModelInferRequest) -> list[Tensor]:
     if raw and len(raw) != len(request.inputs):
         problem = f"must be one for each of the {len(request.inputs)} inputs, or none, got {len(raw)}"
         raise InvalidRequest("raw_input_contents", problem)
+    if len(request.inputs) > MAX_TENSORS:
+        raise InvalidRequest("inputs", f"must be at most {MAX_TENSORS}, got {len(request.inputs)}")
+    count = sum(_count(entry) for entry in request.inputs)
+    if count > MAX_ELEMENTS:
+        raise InvalidRequest("inputs", f"must be of at most {MAX_ELEMENTS} elements together, got {count}")
     return [_tensor(entry, raw[number] if raw else None) for number, entry in enumerate(request.inputs)]
+
+
+def _count(entry: ModelInferRequest.InferInputTensor) -> int:
+    """Elements of a tensor, by its shape."""
+    field = f"inputs[{entry.name[:64]}].shape"
+    if len(entry.shape) > MAX_DIMENSIONS:
+        raise InvalidRequest(field, f"must have at most {MAX_DIMENSIONS} dimensions, got {len(entry.shape)}")
+    if any(size < 0 for size in entry.shape):
+        raise InvalidRequest(field, f"must not be negative, got {list(entry.shape)}")
+    return math.prod(entry.shape)
 
 
 def _tensor(entry: ModelInferRequest.InferInputTensor, raw: bytes | None) -> Tensor:
     field = f"inputs[{entry.name[:64]}]"
     if entry.datatype not in _TYPES:
         raise InvalidRequest(f"{field}.datatype", f"must be one of {', '.join(_TYPES)}, got {entry.datatype[:32]!r}")
-    if any(size < 0 for size in entry.shape):
-        raise InvalidRequest(f"{field}.shape", f"must not be negative, got {list(entry.shape)[:8]}")
     unsupported = [name for name in entry.parameters if name != "binary_data_size"]
     if unsupported:
         problem = f"{unsupported[0][:64]!r} is not known here: contents come in the message, not by shared memory"
         raise InvalidRequest(f"{field}.parameters", problem)
-    count = math.prod(entry.shape)
-    if count > MAX_ELEMENTS:
-        raise InvalidRequest(f"{field}.shape", f"must be of at most {MAX_ELEMENTS} elements, got {count}")
+    count = _count(entry)
     if raw is not None and entry.HasField("contents"):
         raise InvalidRequest(f"{field}.contents", "must not be set where raw_input_contents are")
     values = _listed(entry, field) if raw is None else _unpacked(entry.datatype, raw, count, field)
     if len(values) != count:
-        problem = f"must have {count} elements by its shape {list(entry.shape)[:8]}, got {len(values)}"
+        problem = f"must have {count} elements by its shape {list(entry.shape)}, got {len(values)}"
         raise InvalidRequest(field, problem)
     return Tensor(entry.name, entry.datatype, tuple(entry.shape), values)
 

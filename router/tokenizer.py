@@ -191,7 +191,7 @@ class TextModel:
         """
         template = self.chat_template
         assert template is not None, "validated before"
-        text = await self._threads.run(conversation.chars, lambda: template.render(conversation))
+        text = await self._threads.run(conversation.chars, lambda: _whole(template.render(conversation)))
         await self._refuse_too_long("chat", text, max_tokens)
         return await self._threads.run(len(text), lambda: self._encode(text, add_special_tokens=False))
 
@@ -294,6 +294,18 @@ class TextModel:
         anchor = self._anchor
         assert anchor is not None
         return self._decode([anchor, token_id])[len(self._decode([anchor])) :].encode()
+
+
+def _whole(text: str) -> str:
+    """A chat's prompt, which may have what no UTF-8 has: JSON in it (of calls, of tools) can spell half a character.
+
+    Raises InvalidRequest.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("chat", "must not have halves of characters") from None
+    return text
 
 
 def _cut(text: str, start: int) -> int:

@@ -68,7 +68,7 @@ _MAX_VIOLATIONS = 8
 def status_of(error: RequestError) -> status_pb2.Status:
     """The status that tells a client of `error`."""
     code = next((code for kind, code in CODES if isinstance(error, kind)), code_pb2.INTERNAL)
-    status = status_pb2.Status(code=code, message=_cut(str(error), _MAX_MESSAGE_BYTES))
+    status = status_pb2.Status(code=code, message=words_of(error))
     for detail in _details_of(error):
         status.details.add().Pack(detail)
     return status
@@ -81,7 +81,9 @@ def _details_of(error: RequestError) -> Iterator[Message]:
     )
     if isinstance(error, InvalidRequest):
         violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=field, description=_cut(problem, _MAX_DETAIL_BYTES))
+            error_details_pb2.BadRequest.FieldViolation(
+                field=_cut(field, _MAX_DETAIL_BYTES), description=_cut(problem, _MAX_DETAIL_BYTES)
+            )
             for field, problem in error.violations[:_MAX_VIOLATIONS]
         ]
         yield error_details_pb2.BadRequest(field_violations=violations)
@@ -100,10 +102,15 @@ def _details_of(error: RequestError) -> Iterator[Message]:
         yield error_details_pb2.RetryInfo(retry_delay=delay)
 
 
+def words_of(error: RequestError) -> str:
+    """What a client reads of an error: short, and nothing but what a message can hold."""
+    return _cut(str(error), _MAX_MESSAGE_BYTES)
+
+
 def _cut(text: str, limit: int) -> str:
-    """At most `limit` bytes of it."""
+    """At most `limit` bytes of it, and nothing that a message cannot hold: names in JSON may be half characters."""
     data = text.encode(errors="replace")
-    return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "..."
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "..."
 
 
 async def abort(context: grpc.aio.ServicerContext, error: RequestError) -> NoReturn:

@@ -132,7 +132,7 @@ class ChatRequest(GenerationFields, ChatFields):
     top_logprobs: Count | None = ranged("And of so many likeliest.", maximum=MAX_LOGPROBS)
     tool_choice: ChatToolChoice = Field(default=None, description="auto, if there are tools.")
     parallel_tool_calls: bool | None = Field(default=None, description="Several calls at once; default true.")
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     prediction: Ignored = None
 
 

@@ -15,7 +15,7 @@ from router.openai.collected import Collected, Output, finish_reason
 from router.openai.exchange import DONE
 from router.openai.fields import UINT32, Count, GenerationFields, param_names, ranged
 from router.openai.logprobs import CompletionLogprobs, TokenTexts, joined_pieces, prompt_entries, topped
-from router.openai.plan import Headers, Plan, begin_plan, numbered
+from router.openai.plan import Headers, Plan, begin_plan, check_copies, numbered
 from router.openai.usage import NO_USAGE, USAGE_COMES, RunningUsage, Usage
 from router.stream import Chunk
 
@@ -82,6 +82,8 @@ def plan_completions(body: CompletionRequest, headers: Headers, served_name: str
         if body.echo:
             request.sampling.prompt_logprobs = max(request.sampling.prompt_logprobs, body.logprobs)
     several = len(body.prompt) > 1
+    if several:
+        check_copies(request, len(body.prompt))
     for number, prompt in enumerate(body.prompt):
         own = numbered(request, number) if several else request
         if isinstance(prompt, str):
@@ -90,7 +92,7 @@ def plan_completions(body: CompletionRequest, headers: Headers, served_name: str
             own.token_ids.ids.extend(prompt)
         plan.requests.append(own)
         name = f"prompt[{number}]" if several else "prompt"
-        plan.names.append([("prompt", name), ("token_ids.ids", name), *param_names(body)])
+        plan.names.append([("prompt", name), ("token_ids.ids", name), ("token_ids", name), *param_names(body)])
     return plan
 
 

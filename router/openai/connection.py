@@ -77,9 +77,8 @@ class Connection(HttpToolsProtocol):
         self._untold_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            self._without_upgrade(data[upgrade.args[0] :])
+            while data:
+                data = self._parse(data)
         except httptools.HttpParserError:
             logger.info("what came from %s is not an HTTP request", self.client)
             self.send_400_response("")
@@ -87,7 +86,15 @@ class Connection(HttpToolsProtocol):
             self._too_large = True
             self.send_400_response("")
 
-    def _without_upgrade(self, rest: bytes) -> None:
+    def _parse(self, data: bytes) -> bytes:
+        """Returns what is still to be parsed. Raises HttpParserError."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return self._without_upgrade(data[upgrade.args[0] :])
+        return b""
+
+    def _without_upgrade(self, rest: bytes) -> bytes:
         """Go on with a request that asks for another protocol, as if it did not: that is a server's right.
 
         Java's client asks for HTTP/2 whenever there is no TLS. The parser would drop the body of such a request, so a
@@ -102,7 +109,7 @@ class Connection(HttpToolsProtocol):
         head += b"".join(b"%s: %s\r\n" % header for header in kept) + b"\r\n"
         self.parser = httptools.HttpRequestParser(self)
         self._in_head = True
-        self.data_received(head + rest)
+        return head + rest
 
     def send_400_response(self, msg: str) -> None:
         """What is no request, or has too large a head."""

@@ -25,7 +25,11 @@ UINT64 = 2**64 - 1
 
 Count = Annotated[int, Field(ge=0, le=UINT32)]
 TokenIds = Annotated[list[Count], Field(fail_fast=True)]
-Ignored = Annotated[Any, Field(description="Accepted, without effect.")]
+Ignored = Annotated[
+    Any,
+    BeforeValidator(lambda _: None),  # or it would be kept for as long as the request runs
+    Field(description="Accepted, without effect."),
+]
 
 PRIORITIES = {
     "interactive": generation_pb2.PRIORITY_INTERACTIVE,

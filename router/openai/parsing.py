@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from pdcore.errors import InvalidRequest
+from router.json_size import check_json_size
 from router.openai.errors import BODY
 
 MAX_NAME_CHARS = 64
@@ -45,6 +46,7 @@ M = TypeVar("M", bound=Message)
 
 def parse(kind: type[M], body: bytes) -> M:
     """Read a message. Raises InvalidRequest, which shows nothing of what is in the body but names."""
+    check_json_size(BODY, body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pdcore.errors import InvalidRequest
 from protos import generation_pb2
 from router.claims import key_of
 from router.openai.fields import PRIORITIES, GenerationFields, check_together, sampling_of
@@ -14,6 +15,8 @@ from router.validation import new_request_id, usable_id
 Names = Sequence[tuple[str, str]]
 
 REQUEST_ID = "x-request-id"
+MAX_COPIED_BYTES = 8 << 20
+"""Of what several prompts have in common, and each one's request has a copy of."""
 
 
 def plain(request_id: str) -> str:
@@ -114,6 +117,14 @@ def begin_plan(
         remaining_s=headers.stream_remaining_s if body.stream else headers.remaining_s,
     )
     return plan, request
+
+
+def check_copies(request: generation_pb2.GenerateRequest, count: int) -> None:
+    """Raises InvalidRequest if `count` requests like this one would be too much."""
+    size = count * request.ByteSize()
+    if size > MAX_COPIED_BYTES:
+        problem = f"must be fewer, or have less beside them: {count} come to {size} bytes, of {MAX_COPIED_BYTES}"
+        raise InvalidRequest("prompt", problem)
 
 
 def numbered(request: generation_pb2.GenerateRequest, number: int) -> generation_pb2.GenerateRequest:

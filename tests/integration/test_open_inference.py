@@ -232,6 +232,22 @@ async def test_junk_on_a_stream_is_the_client_s_mistake(model: Path, caplog: pyt
         assert "Traceback" not in caplog.text
 
 
+async def test_a_bad_name_on_a_stream_is_told_and_the_others_go_on(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a character, which JSON can spell and no message can hold, ended the stream with UNKNOWN."""
+    async with NullCluster(model, pair()) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        call = GRPCInferenceServiceStub(channel).ModelStreamInfer()
+        bad = request("a")
+        bad.parameters["sampling_parameters"].string_param = '{"\\ud800": 1}'
+        await call.write(bad)
+        assert "?: is not known here" in (await call.read()).error_message
+        await call.write(request("a", max_tokens=2))
+        assert (await call.read()).infer_response.outputs
+        call.cancel()
+        assert "Traceback" not in caplog.text
+
+
 def test_names_and_numbers_are_those_of_triton_s_client() -> None:
     script = """
 import importlib, json, sys

@@ -86,6 +86,7 @@ def test_a_tensor_comes_back_as_it_was(datatype: str, raw: bool, data: st.DataOb
         ("INT32", [2**10], b"\x01\x00\x00\x00", "1024 elements of 4 bytes, got 4 bytes"),
         ("BYTES", [1], packed(b"one", b"two"), "more elements than its shape"),
         ("BYTES", [2**18 + 1], b"", "at most 262144 elements"),
+        ("BYTES", [2**62] * 300, b"", "at most 8 dimensions, got 300"),  # a number that takes long, and has no text
         ("INT32", [-1], b"\x01\x00\x00\x00", "must not be negative"),
         ("FP16", [1], b"\x00\x00", "datatype"),
     ],
@@ -95,6 +96,18 @@ def test_a_tensor_that_is_not_what_it_says(datatype: str, shape: list[int], raw:
     message.inputs.add(name="t", datatype=datatype, shape=shape)
     with pytest.raises(InvalidRequest, match=words):
         read_tensors(message)
+
+
+def test_how_much_there_is_of_tensors_is_bounded() -> None:
+    message = asking("a", tensors=of("stop", "BYTES", b"", shape=(1,)))
+    message.inputs[1].shape[:] = [2**18]
+    with pytest.raises(InvalidRequest, match="262144 elements together, got 262145"):
+        read_tensors(message)
+    many = ModelInferRequest()
+    for number in range(65):
+        many.inputs.add(name=str(number), datatype="BOOL", shape=[0])
+    with pytest.raises(InvalidRequest, match="at most 64, got 65"):
+        read_tensors(many)
 
 
 def test_contents_are_given_in_one_way() -> None:
@@ -182,6 +195,9 @@ def test_each_text_may_have_its_own() -> None:
     assert (streamed.stream, streamed.echo) == (True, False)
 
 
+JSONS = [b"{}" + b" " * (1 << 17), b" " * (1 << 17) + b"{}"]
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -204,12 +220,28 @@ def test_each_text_may_have_its_own() -> None:
         (asking("a", priority=9), "priority"),
         (asking("a", timeout=-1), "timeout"),
         (asking("a", sampling_parameters="[1]"), "must be a JSON object"),
-        (asking("a", sampling_parameters=" " * 2**20 + "{}"), "at most 1048576 characters"),
+        (asking("a", sampling_parameters=" " * 2**18 + "{}"), "at most 262144 characters"),
         (asking("a", sampling_parameters="{" * 100_000), "must be a JSON object"),
         (asking("a", sampling_parameters='{"max_tokens": ' + "9" * 5000 + "}"), "must be a JSON object"),
         (asking("a", sampling_parameters='{"temperature": 1' + "0" * 400 + "}"), "usual size"),
         (asking("a", sampling_parameters='{"stop": ["\\ud800"]}'), "halves of characters"),
         (asking("a", sampling_parameters='{"stop": [1]}'), "must be a text"),
+        (asking("a", sampling_parameters='{"\\ud800": 1}'), "is not known here"),
+        # What 64 texts have in common is not taken apart 64 times.
+        (asking(*64 * "a", sampling_parameters=f'{{"stop_token_ids": {[1] * 5000}}}'), "262144 values together"),
+        (asking(*64 * "a", tensors=of("stop_token_ids", "UINT32", *5000 * [1])), "262144 values together"),
+        (asking(*64 * "a", tenant="t" * 70_000), "4194304 characters of all texts"),
+        (asking("a", "b", tensors=of("sampling_parameters", "BYTES", *JSONS)), "at most 262144 characters"),
+        (asking("a", **{f"a{number}": 1 for number in range(65)}), "parameters: must be at most 64, got 65"),
+        (asking("a", sampling_parameters=json.dumps({f"a{number}": 1 for number in range(65)})), "64 names, got 65"),
+        (
+            ModelInferRequest(
+                inputs=asking("a").inputs,
+                raw_input_contents=asking("a").raw_input_contents,
+                outputs=65 * [ModelInferRequest.InferRequestedOutputTensor(name="text_output")],
+            ),
+            "outputs: must be at most 64",
+        ),
         (asking("a", sampling_parameters='{"logit_bias": {"x": 1}}'), "token ids as keys"),
         (asking("a", sampling_parameters='{"logit_bias": [1]}'), "numbers by token id"),
         (asking("a", "b", tensors=of("n", "INT32", 1, 2)), "n: must be the same"),

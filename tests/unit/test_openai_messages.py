@@ -155,6 +155,27 @@ def test_harmless_fields_are_accepted_whatever_they_hold() -> None:
     assert not plan.requests[0].sampling.ListFields()
 
 
+def test_what_has_no_effect_is_not_kept() -> None:
+    """It may be megabytes, and the message is there as long as its request runs."""
+    body = parse(CompletionRequest, b'{"prompt":"x","metadata":[[],[],[]],"prediction":null,"user":"u"}')
+    assert (body.metadata, body.user) == (None, None)
+
+
+def test_what_several_prompts_have_a_copy_of_is_bounded() -> None:
+    body = CompletionRequest(prompt=["x"] * 128, allowed_token_ids=[100_000] * 30_000)
+    with pytest.raises(InvalidRequest, match="prompt: must be fewer, or have less beside them: 128 come to"):
+        plan_completions(body, Headers("r"), "m")
+    body.prompt = ["x"]
+    assert len(plan_completions(body, Headers("r"), "m").requests) == 1
+
+
+@pytest.mark.parametrize("form", ['{"prompt":%s}', '{"prompt":"x","metadata":%s}', '{"a":%s}'])
+def test_a_body_of_many_parts_is_refused_unread(form: str) -> None:
+    """A reader takes seconds for it, in which nothing else of the router runs."""
+    with pytest.raises(InvalidRequest, match="at most 65536 names, lists and objects"):
+        parse(CompletionRequest, (form % ("[" + "[]," * (1 << 16) + "1]")).encode())
+
+
 def test_prompts_in_all_their_forms() -> None:
     for prompt, wanted in (
         ("ab", ["ab"]),

@@ -332,6 +332,14 @@ async def test_tokenizes_as_transformers_does(tmp_path: Path) -> None:
     assert model.end_token_ids == (257,)
 
 
+async def test_half_a_character_in_a_chat_is_the_client_s_mistake(tmp_path: Path) -> None:
+    """JSON in a chat (arguments of calls, schemas of tools) can spell it, and no tokenizer takes it."""
+    model = TextModel.load(tiny_llama(tmp_path))
+    half = json.loads('"\\ud800"')
+    with pytest.raises(InvalidRequest, match="chat: must not have halves of characters"):
+        await model.tokenize_chat(Conversation(({"role": "user", "content": half},)), 64)
+
+
 TOOL = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}}}
 
 

@@ -93,6 +93,11 @@ BAD = {
         "at most 1024 tokens, got 1025",
     ),
     "allowed": (ok(allowed_token_ids=[1, 257]), "sampling.allowed_token_ids[1]", "below the vocabulary size 257"),
+    "allowed twice": (
+        ok(allowed_token_ids=[1] * 258),
+        "sampling.allowed_token_ids",
+        "no more than the vocabulary has",
+    ),
     "none left": (ok(allowed_token_ids=[0], bad_words=["!"]), "sampling.allowed_token_ids", "must leave a token"),
     "no early token": (
         ok(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1),

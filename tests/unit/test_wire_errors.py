@@ -134,6 +134,15 @@ def test_what_others_say_is_understood_too() -> None:
     assert (type(late), late.request_id) == (DeadlineExceeded, "r-2")
 
 
+def test_names_that_no_message_can_hold_are_told_all_the_same() -> None:
+    half = "\ud800"
+    status = status_of(InvalidRequest(half, "is not known", [(half, half)]).with_facts(name=half))
+    told = error_details_pb2.BadRequest()
+    assert status.details[1].Unpack(told)
+    assert [(each.field, each.description) for each in told.field_violations] == [("?", "is not known"), ("?", "?")]
+    assert status.message == "?: is not known; ?: ?"
+
+
 def test_all_violations_are_told_at_once() -> None:
     wrong = Violations()
     wrong.check()  # nothing yet
