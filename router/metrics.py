@@ -158,7 +158,7 @@ class RouterMetrics:
         families = list(self._families())
         try:
             encode, content_type = choose_encoder(accept)
-        except ValueError:  # a version that is no number
+        except (TypeError, ValueError):  # a version that is no number
             encode, content_type = choose_encoder("")
         text: bytes = await asyncio.to_thread(lambda: encode(_Fixed(families, self._process)))
         return content_type, text

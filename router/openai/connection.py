@@ -91,6 +91,8 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
+            if self.parser.get_method() == b"CONNECT":
+                raise httptools.HttpParserError("there is no way to anywhere") from None
             return self._without_upgrade(data[upgrade.args[0] :])
         return b""
 

@@ -93,6 +93,7 @@ async def test_heads_that_are_no_requests(cluster: NullCluster) -> None:
     for data, wanted in (
         (b"\x00\x01garbage\r\n\r\n", 400),
         (b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.0\r\naccept: application/openmetrics-text; version=a.b\r\n\r\n", 200),
         (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400),
         (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nhost: x\r\nx-a: " + b"a" * 40_000 + b"\r\n\r\n", 431),
@@ -148,6 +149,9 @@ async def test_requests_in_forms_that_clients_send(cluster: NullCluster) -> None
         got = await ask(cluster, data)
         assert got.count(b"HTTP/1.1 ") == responses, (data, got)
         assert answer(got)[0] == 200
+    asks = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    several = await ask(cluster, 400 * asks + b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    assert several.count(b"HTTP/1.1 200 ") == 401  # one inside the other they went too deep
     upgraded = await ask(cluster, post(ONE, upgrade.replace(b", close", b"")) + post(ONE))
     assert upgraded.count(b"HTTP/1.1 200 ") == 2
 
