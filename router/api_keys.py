@@ -16,6 +16,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -49,6 +50,8 @@ class ApiKeys:
     def load(cls, path: Path) -> ApiKeys:
         """Read a key file. Raises ConfigError, which names lines but shows none of what is in them."""
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe may take for ever
+                raise ConfigError(_KEY, str(path), "a readable UTF-8 file (it is something else)")
             if path.stat().st_size > MAX_FILE_BYTES:
                 raise ConfigError(_KEY, str(path), f"a file of at most {MAX_FILE_BYTES} bytes")
             root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)

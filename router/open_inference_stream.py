@@ -115,7 +115,11 @@ class InferStream:
 
     async def _write(self, message: ModelStreamInferResponse) -> None:
         async with self._turn:
+            writing = asyncio.ensure_future(self._context.write(message))
             try:
-                await self._context.write(message)
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                await asyncio.wait([writing])  # or it would be in the way of the next one, and of the stream's status
+                raise
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
                 raise ClientGone from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import stat
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class PemFiles:
         if not path:
             return b""
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # to open a pipe may take for ever
+                raise self._wrong(key, path, "a readable file (it is something else)")
             with Path(path).open("rb") as file:
                 data = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:

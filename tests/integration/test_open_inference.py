@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pdcore.errors import Unavailable
 from pdcore.types import Role
 from protos import open_inference_pb2 as pb
 from protos.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -246,6 +247,40 @@ async def test_a_bad_name_on_a_stream_is_told_and_the_others_go_on(
         assert (await call.read()).infer_response.outputs
         call.cancel()
         assert "Traceback" not in caplog.text
+
+
+async def test_an_error_beside_a_write_that_waits_for_its_reader_is_told(model: Path) -> None:
+    """The write was cut off half-way, the one of the error was one too many, and the stream ended without a word."""
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with (
+        NullCluster(model, pair()) as cluster,
+        grpc.aio.insecure_channel(cluster.router.address, options=options) as channel,
+    ):
+        call = GRPCInferenceServiceStub(channel).ModelStreamInfer(timeout=30.0)
+        message = request("a", max_tokens=3000, stream=True)
+        message.id = "slow"
+        text = message.inputs[0]
+        text.shape[:] = [2]
+        text.contents.bytes_contents.append(b"b")
+        gate = cluster["d0"].hook = Gate(
+            "token", index=5, only="slow.1"
+        )  # it will have nothing to tell but its error
+        await call.write(message)
+        await gate.reached.wait()
+        decode, credit = cluster["d0"], -1
+        while credit != decode.commands["credit", "slow.0"] or credit < 1:
+            credit = decode.commands["credit", "slow.0"]
+            await asyncio.sleep(0.3)
+        cluster.dispatcher.abandon("slow.1", Unavailable("given up", None))
+        await asyncio.sleep(0)
+        answer = await call.read()
+        while not answer.error_message:
+            answer = await call.read()
+        assert answer.error_message.startswith("given up")
+        await call.write(request("a", max_tokens=2))
+        assert (await call.read()).infer_response.outputs
+        call.cancel()
+        await cluster.empty()
 
 
 def test_names_and_numbers_are_those_of_triton_s_client() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ def load(tmp_path: Path, text: str) -> ApiKeys:
 
 def digest_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    """To open one takes until somebody writes to it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="something else"):
+        ApiKeys.load(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("write", [json.dumps, lambda d: "".join(f"{k}: {v}\n" for k, v in d.items())])

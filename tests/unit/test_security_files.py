@@ -50,6 +50,11 @@ def a_folder(shared: Authority, folder: Path) -> InternalTls:
     return InternalTls(str(folder), tls.key_file, tls.ca_file)
 
 
+def a_pipe(shared: Authority, folder: Path) -> InternalTls:
+    os.mkfifo(folder / "pipe")
+    return InternalTls(str(folder / "pipe"), shared.internal_tls().key_file, shared.ca_file)
+
+
 def foreign_key(shared: Authority, folder: Path) -> InternalTls:
     tls = shared.internal_tls()
     return InternalTls(tls.cert_file, shared.issue("other", INTERNAL_NAME)[1], tls.ca_file)
@@ -102,7 +107,8 @@ def locked(shared: Authority, folder: Path) -> InternalTls:
     ("make", "key", "words"),
     [
         (missing, "key_file", "a readable file .No such file"),
-        (a_folder, "cert_file", "a readable file .Is a directory"),
+        (a_folder, "cert_file", "a readable file .it is something else"),
+        (a_pipe, "cert_file", "a readable file .it is something else"),
         (foreign_key, "key_file", "the private key of the certificate in .*internal.crt"),
         (expired, "cert_file", "has not expired"),
         (early, "cert_file", "valid already"),
