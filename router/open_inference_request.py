@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from pdcore.errors import InvalidRequest
+from pdcore.types import MAX_SAMPLES
 from protos import generation_pb2
 from protos.open_inference_pb2 import InferParameter, ModelInferRequest
 from router.tensors import BYTES, MAX_ELEMENTS, Tensor, read_tensors
@@ -146,7 +147,7 @@ def understand(message: ModelInferRequest) -> InferRequest:
         raise InvalidRequest("n", "must be the same for all texts of a request")
     return InferRequest(
         requests=requests,
-        samples=samples.pop(),
+        samples=min(samples.pop(), MAX_SAMPLES),  # places are made for them before the core refuses more
         batched=len(text_input.shape) > 1,
         stream=stream,
         echo=not excluded,

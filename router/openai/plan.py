@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdcore.errors import InvalidRequest
+from pdcore.types import MAX_SAMPLES
 from protos import generation_pb2
 from router.claims import key_of
 from router.openai.fields import PRIORITIES, GenerationFields, check_together, sampling_of
@@ -112,7 +113,7 @@ def begin_plan(
         stream=bool(body.stream),
         with_usage=body.with_usage,
         with_running_usage=body.with_running_usage,
-        samples=max(1, sampling.n),
+        samples=min(max(1, sampling.n), MAX_SAMPLES),  # places are made for them before the core refuses more
         skip_special=body.skip_special_tokens is not False,
         remaining_s=headers.stream_remaining_s if body.stream else headers.remaining_s,
     )

@@ -20,7 +20,7 @@ from protos import admin_pb2, generation_pb2, open_inference_pb2
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.tiny_model import tiny_llama
 
-EXAMPLES = 250
+EXAMPLES = 400
 CALL_S = 0.5
 """The deadline of each call: some of what is generated is a good request, with thousands of tokens."""
 METHODS: list[MethodDescriptor] = [

@@ -105,6 +105,9 @@ class _Session:
     mail: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+_STEPS = 64
+
+
 class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
     """Runs on the event loop of `start`.
 
@@ -197,7 +200,8 @@ class NullWorker(worker_pb2_grpc.WorkerServicer, kv_pb2_grpc.KvServicer):
     ) -> worker_pb2.GetStepsReply:
         if self.hung:
             await context.abort(grpc.StatusCode.INTERNAL, "nobody is at home")
-        return worker_pb2.GetStepsReply(steps=[worker_pb2.StepRecord(step=i + 1) for i in range(request.count)])
+        count = min(request.count, _STEPS)  # a worker keeps no more than so many, whatever is asked for
+        return worker_pb2.GetStepsReply(steps=[worker_pb2.StepRecord(step=i + 1) for i in range(count)])
 
     # -- the session ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdcore.errors import InvalidRequest
+from pdcore.types import MAX_SAMPLES
 from protos import generation_pb2
 from protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse
 from router.open_inference_request import INPUTS, MAX_TEXTS, parameter, understand
@@ -277,3 +278,8 @@ def test_nothing_but_a_refusal_comes_of_nonsense(nested: dict[str, Any], raw: by
     message.raw_input_contents.append(raw)
     with suppress(InvalidRequest):
         assert understand(message).requests[0].prompt == "a"
+
+
+def test_no_room_is_made_for_samples_that_are_refused() -> None:
+    asked = understand(asking("x", n=2**31 - 1))
+    assert (asked.samples, asked.requests[0].sampling.n) == (MAX_SAMPLES, 2**31 - 1)

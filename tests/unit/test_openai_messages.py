@@ -29,6 +29,7 @@ from pdcore.errors import (
     UnknownModel,
 )
 from pdcore.logprobs import Logprobs
+from pdcore.types import MAX_SAMPLES
 from router.openai.app import make_app
 from router.openai.chat import ChatRequest, plan_chat
 from router.openai.completions import CompletionRequest, plan_completions
@@ -174,6 +175,12 @@ def test_a_body_of_many_parts_is_refused_unread(form: str) -> None:
     """A reader takes seconds for it, in which nothing else of the router runs."""
     with pytest.raises(InvalidRequest, match="at most 65536 names, lists and objects"):
         parse(CompletionRequest, (form % ("[" + "[]," * (1 << 16) + "1]")).encode())
+
+
+def test_no_room_is_made_for_samples_that_are_refused() -> None:
+    """Four thousand million of them, whose places would be made before the core sees the request."""
+    plan = plan_chat(chat(n=2**32 - 1), HEADERS, "m")
+    assert (plan.samples, plan.requests[0].sampling.n) == (MAX_SAMPLES, 2**32 - 1)
 
 
 def test_prompts_in_all_their_forms() -> None:
