@@ -53,7 +53,7 @@ demo: env
 TEST_PROCESSES ?= 2
 
 test: check
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --durations=40 --durations-min=5 -n $(TEST_PROCESSES) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 check: env
 	$(BIN)/ruff check .
