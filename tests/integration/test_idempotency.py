@@ -104,7 +104,7 @@ async def test_one_at_a_time_on_every_interface(model: Path) -> None:
         with pytest.raises(openai.ConflictError) as conflict:
             await ask()
         assert (conflict.value.code, conflict.value.status_code) == ("idempotency_key_in_use", 409)
-        assert "texts.0" in str(conflict.value)
+        assert "texts." in str(conflict.value)  # whichever of the two is refused first
         gate.opened.set()
         await first
         gate.opened.clear()
