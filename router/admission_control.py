@@ -234,8 +234,8 @@ class AdmissionControl:
         over = self.tenants.over_limit(tenant, tokens, self._clock.now())
         if over is not None:
             self.rate_limited += 1
-            name = f"tenant {tenant!r}" if tenant else "who names no tenant"
-            words = f"{name} has used up what is allowed: {over.limit}"
+            whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
+            words = f"requests {whose} have used up what is allowed: {over.limit}"
             raise RateLimited(words, over.retry_after_s).with_facts(tenant=tenant, limit=over.limit)
 
     def _ahead_of(self, request: GenerationRequest, lacking: int) -> Ahead:

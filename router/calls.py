@@ -193,9 +193,9 @@ class Calls:
             self._running.discard(call)
             if not self._running:
                 self._idle.set()
-            for sample in call.samples:
+            for number, sample in enumerate(call.samples):
                 if sample.terminal is not None:
-                    self.metrics.ended(call.request.priority, sample.terminal, call.arrived)
+                    self.metrics.ended(call.request.priority, sample.terminal, call.arrived, first=number == 0)
 
     async def _stream_all(self, call: Call, sink: Sink) -> None:
         if len(call.samples) == 1:

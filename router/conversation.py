@@ -168,7 +168,7 @@ def _tool_use(chat: generation_pb2.Chat, template: ChatTemplate) -> ToolUse | No
         if choice is Choice.REQUIRED or chat.tool_choice.names:
             raise InvalidRequest("chat.tool_choice", "needs tools")
         return None
-    if not template.uses_tools:
+    if not template.uses_tools and choice is not Choice.NONE:
         raise InvalidRequest("chat.tools", "this model's chat template knows of no tools, so it would not see them")
     if len(chat.tools) > MAX_TOOLS:
         raise InvalidRequest("chat.tools", f"must be at most {MAX_TOOLS}, got {len(chat.tools)}")

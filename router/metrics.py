@@ -101,8 +101,9 @@ class CallMetrics:
         else:
             self.itl[priority].add(since_s / tokens, tokens)
 
-    def ended(self, priority: PriorityClass, terminal: Terminal, arrived: float) -> None:
-        """A sample has ended. `arrived`: its request, seconds on the clock of the timeline."""
+    def ended(self, priority: PriorityClass, terminal: Terminal, arrived: float, *, first: bool = True) -> None:
+        """A sample has ended. `arrived`: its request, seconds on the clock of the timeline. `first`: of its request,
+        whose prompt counts once."""
         timeline, label, outcome = terminal.timeline, _label(priority), terminal.outcome
         if timeline.ended is not None:
             self.latency[priority].add(timeline.ended - arrived)
@@ -112,8 +113,9 @@ class CallMetrics:
             decoding = timeline.last_token - timeline.first_token
             self.tpot[priority].add(decoding / (terminal.completion_tokens - 1))
         self.ends[label, outcome.finish.value if outcome.error is None else _kind(outcome.error)] += 1
-        self.prompt_tokens[label] += terminal.prompt_tokens
-        self.cached_tokens[label] += timeline.cached_tokens
+        if first:
+            self.prompt_tokens[label] += terminal.prompt_tokens
+            self.cached_tokens[label] += timeline.cached_tokens
         self.tokens[label] += terminal.completion_tokens
 
     def refused(self, error: RequestError) -> None:

@@ -231,6 +231,12 @@ class TextModel:
             chars, lambda: [text.ids for text in encode(list(words), add_special_tokens=False)]
         )
 
+    @property
+    def tools_readable(self) -> bool:
+        """Whether calls could be told from what the model writes. Also if its template knows of no tools: then that is
+        what is wrong with them, and a format would not help."""
+        return self.tool_format is not None or self._chat_template is None or not self._chat_template.uses_tools
+
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of whole outputs, special tokens skipped. Every id must be below the model's vocabulary size."""
         return await self._threads.run(CHARS_PER_TOKEN * len(token_ids), lambda: self._decode(token_ids))

@@ -1,6 +1,8 @@
 """The official `openai` package against pdserve's HTTP interface (`pip install openai`).
 
-Usage: python examples/python/openai_client.py [URL]
+Usage: python examples/python/openai_client.py [HOST:PORT or URL]
+
+Under TLS give an https:// URL, and the authority's file in SSL_CERT_FILE if it is not one of the usual ones.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ def main(url: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "http://127.0.0.1:8000")
+        address = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "127.0.0.1:8000"
+        main(address if "://" in address else f"http://{address}")
     except APIConnectionError:
         sys.exit("nobody answers there; is a cluster running? `pdserve serve` starts one, and prints http=HOST:PORT")
     except APIStatusError as error:

@@ -134,7 +134,7 @@ class Face:
 
     async def chat(self, exchange: Exchange) -> None:
         body = await self._parsed(exchange, ChatRequest)
-        readable = self._calls.text_model.tool_format is not None
+        readable = self._calls.text_model.tools_readable
         plan = plan_chat(body, exchange.headers, self._served_name, readable=readable)
 
         async def work() -> None:
@@ -145,7 +145,7 @@ class Face:
 
     async def responses(self, exchange: Exchange) -> None:
         body = await self._parsed(exchange, ResponseRequest)
-        readable = self._calls.text_model.tool_format is not None
+        readable = self._calls.text_model.tools_readable
         plan = plan_response(body, exchange.headers, self._served_name, readable=readable)
 
         async def work() -> None:

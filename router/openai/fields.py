@@ -159,9 +159,11 @@ class GenerationFields(Message):
             "lora_request",
             "moderation",
             "prompt_embeds",
+            "reasoning_effort",
             "suffix",
             "truncate_prompt_tokens",
             "use_beam_search",
+            "verbosity",
             "web_search_options",
         )
     }

@@ -377,6 +377,9 @@ async def test_a_template_without_tools_refuses_them(model: TextModel) -> None:
     with pytest.raises(InvalidRequest, match=r"tool_calls: .*knows of no tool calls"):
         await wide(chat(says("assistant", tool_calls=[call(name="f")])), model)
     assert (await wide(chat(), model)).tools is None
+    unwanted = chat(tools=[F])
+    unwanted.chat.tool_choice.mode = generation_pb2.TOOL_CHOICE_MODE_NONE
+    assert (await wide(unwanted, model)).prompt == (await wide(chat(), model)).prompt
 
 
 async def test_tools_and_calls_are_rendered(tool_model: TextModel) -> None:
