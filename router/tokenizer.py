@@ -233,8 +233,10 @@ class TextModel:
 
     @property
     def tools_readable(self) -> bool:
-        """Whether calls could be told from what the model writes. Also if its template knows of no tools: then that is
-        what is wrong with them, and a format would not help."""
+        """Whether calls could be told from what the model writes.
+
+        Also if its template knows of no tools: that is what is wrong with them then, and a format would not help.
+        """
         return self.tool_format is not None or self._chat_template is None or not self._chat_template.uses_tools
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

@@ -281,11 +281,12 @@ def param_names(body: GenerationFields) -> list[tuple[str, str]]:
     if structure is not None:
         kind = structure[1].WhichOneof("constraint")
         names = [(f"sampling.structured_output.{kind}", structure[0]), ("sampling.structured_output", structure[0])]
-    if body.request_id is None:
-        names.append(("request_id", "x-request-id"))
-    return [
-        *names,
-        ("sampling.", ""),
-        ("idempotency_key", "Idempotency-Key"),
-        ("tenant", "OpenAI-Organization"),
-    ]
+    return [*names, *common_names(body.request_id)]
+
+
+def common_names(request_id: str | None) -> list[tuple[str, str]]:
+    """Those that all requests have; `request_id`: what the body says of it."""
+    headers = [("idempotency_key", "Idempotency-Key"), ("tenant", "OpenAI-Organization")]
+    if request_id is None:
+        headers.append(("request_id", "x-request-id"))
+    return [("sampling.", ""), *headers]

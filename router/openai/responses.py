@@ -20,6 +20,7 @@ from router.openai.fields import (
     JsonSchemaFormat,
     ResponseFormat,
     Strings,
+    common_names,
     ranged,
 )
 from router.openai.parsing import Message
@@ -148,8 +149,7 @@ def plan_response(body: ResponseRequest, headers: Headers, served_name: str, *, 
         ("sampling.logprobs", "top_logprobs"),
         ("sampling.structured_output.json_schema", "text.format.schema"),
         ("sampling.structured_output", "text.format"),
-        ("sampling.", ""),
-        ("idempotency_key", "Idempotency-Key"),
+        *common_names(body.request_id),
     ]
     plan.requests.append(request)
     plan.names.append(names)

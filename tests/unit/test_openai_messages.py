@@ -38,6 +38,7 @@ from router.openai.face import Face
 from router.openai.logprobs import LOWEST, CompletionLogprobs, chat_content, prompt_entries, topped
 from router.openai.parsing import parse
 from router.openai.plan import Headers, headers_of, plain
+from router.openai.responses import ResponseRequest, plan_response
 from router.openai.tokens import TokenizeRequest, to_tokenize
 from router.wire_errors import CODES
 
@@ -361,3 +362,13 @@ def test_the_description_allows_what_is_allowed(description: dict[str, Any]) -> 
         schema = {**description, "$ref": f"#/components/schemas/{name}"}
         validator = jsonschema.Draft202012Validator(schema)
         assert validator.is_valid(body) == fits, (name, body)
+
+
+def test_every_interface_names_fields_as_its_clients_know_them() -> None:
+    said = [
+        plan_chat(chat(), HEADERS, "m").names[0],
+        plan_completions(CompletionRequest(prompt=["x"]), HEADERS, "m").names[0],
+        plan_response(ResponseRequest(input="x"), HEADERS, "m", readable=True).names[0],
+    ]
+    for names in said:
+        assert {("tenant", "OpenAI-Organization"), ("request_id", "x-request-id")} <= set(names)
