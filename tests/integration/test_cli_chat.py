@@ -179,6 +179,8 @@ class Terminal:
             [sys.executable, "-m", "cluster", *arguments],
             stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY, start_new_session=True,
             env={**os.environ, "TERM": "dumb"},
+            # Tests may run in the background of a shell, where SIGINT is ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         os.close(theirs)
 
