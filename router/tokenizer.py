@@ -237,7 +237,7 @@ class TextModel:
 
         Also if its template knows of no tools: that is what is wrong with them then, and a format would not help.
         """
-        return self.tool_format is not None or self._chat_template is None or not self._chat_template.uses_tools
+        return self.tool_format is not None or self.chat_template is None or not self.chat_template.uses_tools
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Text of whole outputs, special tokens skipped. Every id must be below the model's vocabulary size."""
