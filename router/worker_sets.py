@@ -20,17 +20,11 @@ WorkerSet = int
 
 
 def members(workers: WorkerSet) -> Iterator[int]:
-    """Numbers in the set, in rising order. Takes time for each; for many, see `indices`."""
+    """Numbers in the set, in rising order."""
     while workers:
         lowest = workers & -workers
         yield lowest.bit_length() - 1
         workers ^= lowest
-
-
-def indices(workers: WorkerSet) -> NDArray[np.intp]:
-    """Numbers in the set, in rising order, as an array of shape [members]; it indexes arrays by worker."""
-    packed = np.frombuffer(workers.to_bytes((workers.bit_length() + 7) // 8, "little"), np.uint8)
-    return np.unpackbits(packed, bitorder="little").view(np.bool_).nonzero()[0]  # as bool eight times faster
 
 
 def spread(column: NDArray[np.float64], sets: Sequence[WorkerSet], values: Sequence[float]) -> None:

@@ -19,7 +19,6 @@ Step = Generator[None, None, T]
 SPACE = " \t\r\n"
 MAX_NAME_CHARS = 256
 """A name that is longer is none: text that only looks like a call is not held back for ever."""
-_ESCAPED = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 _OPENING, _CLOSING = "{[", "}]"
 
 

@@ -26,7 +26,7 @@ from router.native.holders import native_holders
 from router.native.library import routing_library
 from router.policy import RouteRequest, choose
 from router.snapshot import InFlight, WorkerSnapshot
-from router.worker_sets import indices, spread
+from router.worker_sets import members, spread
 
 ROLES = [value for name, value in vars(Is).items() if name.isupper() and value <= Is.WHOLE_CALMLY]
 
@@ -143,7 +143,8 @@ def test_sets_are_spread_over_a_column(drawn: list[set[int]], native: bool) -> N
     column, expected = np.zeros(280), np.zeros(301)
     column[:9] = expected[:9] = 3.5
     for value, workers in enumerate(sets, 1):
-        expected[indices(workers)] = np.maximum(expected[indices(workers)], value)
+        rows = list(members(workers))
+        expected[rows] = np.maximum(expected[rows], value)
     with pytest.MonkeyPatch.context() as patch:
         if not native:
             patch.setattr(worker_sets, "routing_library", lambda: None)

@@ -17,7 +17,7 @@ from router.expected_prefixes import Group
 from router.holders import Holders
 from router.native.holders import native_holders
 from router.prefix_index import PrefixIndex
-from router.worker_sets import WorkerNumbers, indices, members
+from router.worker_sets import WorkerNumbers, members
 
 Path = tuple[int, ...]
 Event = tuple[bool, bytes]
@@ -285,7 +285,6 @@ class TestWorkerSets:
     def test_members(self, numbers: set[int]) -> None:
         workers = sum(1 << number for number in numbers)
         assert list(members(workers)) == sorted(numbers)
-        assert np.array_equal(indices(workers), np.array(sorted(numbers), np.intp))
 
     def test_numbers_are_small_and_used_again(self) -> None:
         numbers = WorkerNumbers()
