@@ -240,6 +240,15 @@ async def test_a_prompt_that_is_computed_is_not_queued_any_more(model: Path) -> 
         assert [answer.token_ids for answer in await asyncio.gather(*answers)] == [expected(p, 9) for p in prompts]
 
 
+async def test_what_a_request_may_ask_for_follows_the_workers(model: Path) -> None:
+    async with NullCluster(model, [NullWorker("a0", Role.AGGREGATED, num_blocks=4)]) as cluster:
+        with pytest.raises(InvalidRequest, match="context of 64 tokens"):
+            await cluster.client.complete([7] * 100, Sampling(max_tokens=2))
+        await cluster.replace(NullWorker("a1", Role.AGGREGATED, num_blocks=64))
+        await cluster.connected()
+        assert (await cluster.client.complete([7] * 100, Sampling(max_tokens=2))).token_ids == expected([7] * 100, 2)
+
+
 async def test_a_small_window_only_slows_down(model: Path) -> None:
     async with NullCluster(model, pair(), token_window=1) as cluster:
         answer = await cluster.client.complete([7], Sampling(max_tokens=50), request_id="r")
