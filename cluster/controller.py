@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +19,7 @@ from cluster.ray_environment import ray_address
 from cluster.ray_session import RaySession, RayThread
 from cluster.routers import HostedRouter, RouterProcesses, Routers
 from pdcore.errors import ConfigError, PdserveError
+from pdcore.listening import check_listening
 from pdcore.security import InternalSecurity
 from protos import membership_pb2
 from security.secret import new_secret, read_secret, with_secret_of
@@ -79,7 +79,8 @@ class ClusterController:
         config = self.config
         for flag, first in (("grpc", config.router.grpc_port), ("http", config.router.http_port)):
             for index in range(config.router.replicas if first > 0 else 0):
-                _check_port(config.router.host, first + index, flag)
+                advice = f"end that one, or take another by --{flag}-port; 0 finds a free one"
+                check_listening(f"router.{flag}_port", config.router.host, first + index, advice)
         address = ray_address(config)
         if address == "local":
             _check_file("transfer.calibration", config.transfer.calibration)
@@ -256,28 +257,6 @@ async def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str
         if waiting.done():
             waiting.exception()  # the cancellation is what the caller hears of
         raise
-
-
-def _check_port(host: str, port: int, kind: str) -> None:
-    """Find out now, not when the workers have loaded their model, whether the router can listen there.
-
-    Args:
-        kind: grpc or http.
-
-    Raises:
-        ConfigError: it cannot; says why.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"router.{kind}_port",
-            f"{host}:{port}",
-            f"an address that is free ({error.strerror or error}); --{kind}-port takes another port, 0 finds one",
-        ) from error
 
 
 def _check_file(key: str, path: str) -> None:

@@ -12,7 +12,7 @@ import grpc
 
 from cluster.router_members import RouterMembers
 from pdcore.config import check_internal_listen, convertible
-from pdcore.errors import ConfigError
+from pdcore.listening import was_refused
 from pdcore.security import InternalSecurity
 from protos import membership_pb2, membership_pb2_grpc, routers_pb2_grpc, worker_pb2
 from security.internal import Internal
@@ -105,7 +105,7 @@ class MembershipServer(membership_pb2_grpc.MembershipServicer):
         try:
             bound = internal.add_port(server, address)
         except RuntimeError as error:
-            raise ConfigError("ray.worker_host", address, f"an address that can be bound ({error})") from error
+            raise was_refused("ray.worker_host", self._host, self._port) from error
         await server.start()
         self._server = server
         self.address = f"{self._host}:{bound}"

@@ -19,6 +19,8 @@
     |  |- UnknownMethod             the router has no such call
     |  `- InternalError             a bug of ours; the client sees only the request id
     |- ConfigError                  a configuration key or value is wrong: names key, value and what is allowed
+    |  |- UnknownKey                there is no such key: names the nearest that there is
+    |  `- CannotListen              an address is taken, or not to be had: says what to do
     |- ModelError                   a model cannot be found, read or run: names it and says why
     |  `- UnsupportedModel          it is well formed, but needs something that is not implemented
     |- HandshakeRefused             two processes do not fit together: names both values
@@ -193,10 +195,35 @@ class ConfigError(PdserveError):
     """A configuration key or value is not acceptable."""
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"{key}: {value!r} is not allowed; allowed: {allowed}")
+        super().__init__(self._words(key, value, allowed))
         self.key = key
         self.value = value
         self.allowed = allowed
+
+    @staticmethod
+    def _words(key: str, value: object, allowed: str) -> str:
+        return f"{key}: {value!r} is not allowed; allowed: {allowed}"
+
+    def found_in(self, file: str) -> Self:
+        """The same error, which names the file that says so."""
+        self.args = (f"{file}: {self}",)
+        return self
+
+
+class UnknownKey(ConfigError):
+    """There is no such key. `allowed`: what there is instead."""
+
+    @staticmethod
+    def _words(key: str, value: object, allowed: str) -> str:
+        return f"there is no key {key}{allowed}"
+
+
+class CannotListen(ConfigError):
+    """An address (`value`) cannot be listened on. `allowed`: why, and what to do."""
+
+    @staticmethod
+    def _words(key: str, value: object, allowed: str) -> str:
+        return f"{key}: cannot listen on {value}: {allowed}"
 
 
 class ModelError(PdserveError):

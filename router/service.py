@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError
+from pdcore.listening import OTHER_PORT, was_refused
 from pdcore.security import PublicTls
 from protos import (
     admin_pb2,
@@ -169,7 +170,7 @@ class RouterServer:
         except RuntimeError as error:
             self._text_model.close()
             await server.stop(None)
-            raise ConfigError("router.grpc_port", wanted, "an address that can be listened on") from error
+            raise was_refused("router.grpc_port", config.host, config.grpc_port, OTHER_PORT) from error
         if config.http_port >= 0:
             try:
                 self._http = await self._start_http(calls, door, self.metrics, certificates)

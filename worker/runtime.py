@@ -36,6 +36,7 @@ from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import PLAINTEXT_TRANSPORTS, WorkerConfig
 from pdcore.errors import ConfigError, InvalidRequest, PdserveError
 from pdcore.faults import FaultPoints
+from pdcore.listening import was_refused
 from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, Role, SamplingParams, WorkerLoad
 from protos import membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_to_proto, model_to_proto, role_to_proto
@@ -286,7 +287,7 @@ class WorkerRuntime:
         try:
             bound = self.internal.add_port(self._server, f"{host}:{port}")
         except RuntimeError as error:
-            raise ConfigError("worker.port", f"{host}:{port}", f"an address that can be bound ({error})") from error
+            raise was_refused("worker.port", host, port) from error
         self.address = f"{host}:{bound}"
         self._endings.callback(self._end_serving)
         self._server.start()

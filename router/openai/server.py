@@ -11,7 +11,7 @@ from collections.abc import Callable
 import uvicorn
 
 from pdcore.config import RouterConfig
-from pdcore.errors import ConfigError
+from pdcore.listening import OTHER_PORT, cannot_listen
 from router.api_keys import Door
 from router.calls import Calls
 from router.metrics import RouterMetrics
@@ -117,15 +117,14 @@ class HttpServer:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError, which names the address, if there can be none."""
-    wanted = f"{host}:{port}"
+    """A listening socket. Raises CannotListen, which names the address, if there can be none."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError("router.http_port", wanted, "an address that can be listened on") from error
+        raise cannot_listen("router.http_port", host, port, error, OTHER_PORT) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
@@ -133,6 +132,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError("router.http_port", wanted, "an address that can be listened on") from error
+        raise cannot_listen("router.http_port", host, port, error, OTHER_PORT) from error
     listener.setblocking(False)
     return listener
