@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -13,7 +13,7 @@ from pydantic import ByteSize, ValidationError
 
 from cluster.config import ClusterConfig
 from cluster.config_sections import Section
-from pdcore.errors import ConfigError
+from pdcore.errors import ConfigError, UnknownKey
 from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 
 
@@ -26,11 +26,32 @@ def load_config(path: Path | None, overrides: Mapping[str, object] | None = None
 
     Raises:
         ConfigError: the file cannot be read, or a key or value is wrong; names the key's path, the value, and what
-            is allowed.
+            is allowed, and the file if it says so.
     """
     tree = _read_yaml(path) if path is not None else {}
+    written = _keys_of(tree)
     for key, value in (overrides or {}).items():
         _set(tree, key, value)
+        written -= {name for name in written if name == key or name.startswith(f"{key}.")}
+    try:
+        return _validated(tree, path)
+    except ConfigError as error:
+        if path is not None and error.key in written:
+            raise error.found_in(str(path)) from error.__cause__
+        raise
+
+
+def _keys_of(tree: Mapping[str, object], prefix: str = "") -> set[str]:
+    """The dotted keys of a file, those of sections included."""
+    keys: set[str] = set()
+    for name, value in tree.items():
+        keys.add(prefix + name)
+        if isinstance(value, dict):
+            keys |= _keys_of(value, f"{prefix}{name}.")
+    return keys
+
+
+def _validated(tree: dict[str, object], path: Path | None) -> ClusterConfig:
     try:
         # By way of JSON, where pydantic's strict mode takes lists for tuples, but no "7" and no true for a number.
         config = ClusterConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
@@ -116,6 +137,8 @@ def _read_yaml(path: Path) -> dict[str, object]:
         tree = yaml.load(text, Loader=_UniqueKeyLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("--config", str(path), f"a readable UTF-8 file ({error})") from error
+    except ConfigError as error:
+        raise error.found_in(str(path)) from error.__cause__
     except YAML_ERRORS as error:
         raise ConfigError("--config", str(path), f"valid YAML ({' '.join(str(error).split())[:300]})") from error
     if tree is None:
@@ -145,9 +168,7 @@ def _config_error(error: ValidationError) -> ConfigError:
     others.pop(key, None)
     also = f"; also wrong: {', '.join(others)}" if others else ""
     if finding["type"] == "extra_forbidden":
-        known = list(_section_at(path[:-1]).model_fields)
-        allowed = f"one of the keys {', '.join(known)}{_suggest(path[-1], known)}"
-        return ConfigError(key, finding["input"], allowed + also)
+        return UnknownKey(key, finding["input"], _instead_of(path) + also)
     # A value of a union has one finding for each branch: what is allowed is any of them.
     same = [item for item in findings if _key_path(item["loc"]) == path]
     allowed = " or ".join(dict.fromkeys(_allowed(item) for item in same))
@@ -208,6 +229,30 @@ def _child(section: type[Section], key: str) -> type[Section] | None:
     info = section.model_fields.get(key)
     kinds = [] if info is None else [info.annotation, *get_args(info.annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _instead_of(path: Sequence[str]) -> str:
+    """What there is instead of an unknown key: the nearest in its section, else in another, and all of the section."""
+    name, place = path[-1], ".".join(path[:-1])
+    if "." in name:
+        nested = "{".join(f"{part}: " for part in name.split(".")) + "..." + "}" * name.count(".")
+        return f": sections are nested in a file, as in {nested}"
+    known = list(_section_at(path[:-1]).model_fields)
+    near = [".".join((*path[:-1], key)) for key in difflib.get_close_matches(name, known, n=1)]
+    if not near:
+        elsewhere = {key.rpartition(".")[2]: key for key in reversed(list(_all_keys(ClusterConfig)))}
+        near = [elsewhere[key] for key in difflib.get_close_matches(name, list(elsewhere), n=1, cutoff=0.8)]
+    question = f"; did you mean {near[0]}?" if near else "."
+    return f"{question} Keys {f'of {place}' if place else 'at the top'} are {', '.join(known)}"
+
+
+def _all_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of a section and those in it; of sections by a user's names none."""
+    for name in section.model_fields:
+        yield prefix + name
+        child = _child(section, name)
+        if child is not None and not _is_mapping(section, name):
+            yield from _all_keys(child, f"{prefix}{name}.")
 
 
 def _suggest(value: object, names: Sequence[str]) -> str:

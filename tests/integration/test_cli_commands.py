@@ -115,7 +115,7 @@ def test_aggregated_alone_means_nothing_else(tmp_path: Path) -> None:
     [
         (("--dtype", "bf16"), ["dtype", "'bf16'", "'bfloat16'"]),
         (("--grpc-port", "70000"), ["router.grpc_port", "70000", "65535"]),
-        (("--set", "router.max_qeue=1"), ["router.max_qeue", "did you mean max_queue?"]),
+        (("--set", "router.max_qeue=1"), ["router.max_qeue", "did you mean router.max_queue?"]),
         (("--set", "router.max_queue"), ["KEY=VALUE"]),
         (("--config", "/nowhere.yaml"), ["--config", "/nowhere.yaml"]),
         (("--decode", "0"), ["decode.workers", "at least 1"]),

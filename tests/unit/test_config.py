@@ -52,7 +52,7 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
     ("overrides", "key", "value", "words"),
     [
         ({"prefil.workers": 1}, "prefil", {"workers": 1}, "did you mean prefill?"),
-        ({"decode.scheduler.max_num_sequences": 3}, "decode.scheduler.max_num_sequences", 3, "mean max_num_seqs?"),
+        ({"decode.scheduler.max_num_sequences": 3}, "decode.scheduler.max_num_sequences", 3, "mean decode.scheduler.max_num_seqs?"),
         ({"dtype": "bfloat"}, "dtype", "bfloat", "'float32', 'bfloat16' or 'float16'; did you mean bfloat16?"),
         ({"transfer.codec": "bexp_zstd"}, "transfer.codec", "bexp_zstd", "did you mean bexp-zstd?"),
         ({"router.grpc_port": 99999}, "router.grpc_port", 99999, "less than or equal to 65535"),
@@ -68,17 +68,17 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"queue.policy": "prioritie"}, "queue.policy", "prioritie", "did you mean priority?"),
         ({"queue.batch_share": 0.7}, "queue.batch_share", 0.7, "less than or equal to 0.5"),
         ({"router.tenants.acme.weight": 0}, "router.tenants.acme.weight", 0, "greater than 0"),
-        ({"router.tenants.acme.wieght": 2}, "router.tenants.acme.wieght", 2, "did you mean weight?"),
+        ({"router.tenants.acme.wieght": 2}, "router.tenants.acme.wieght", 2, "mean router.tenants.acme.weight?"),
         ({"router.tenants.acme": 2}, "router.tenants.acme", 2, "a mapping of keys"),
         ({"router.tenants.a.default_class": "bath"}, "router.tenants.a.default_class", "bath", "did you mean batch?"),
         ({"router.classes.batch.ttft_ms": -1}, "router.classes.batch.ttft_ms", -1, "greater than or equal to 0"),
         ({"router.classes.batch.max_queue": 0}, "router.classes.batch.max_queue", 0, "greater than or equal to 1"),
-        ({"prefill.scheduler.target_itl_ms": 9}, "prefill.scheduler.target_itl_ms", 9, "one of the keys"),
+        ({"prefill.scheduler.target_itl_ms": 9}, "prefill.scheduler.target_itl_ms", 9, "eys of prefill.scheduler are"),
         (
             {"aggregated.scheduler.local_prefill_tokens": 9},
             "aggregated.scheduler.local_prefill_tokens",
             9,
-            "one of the",
+            "eys of aggregated.scheduler are",
         ),
         ({"decode.scheduler.target_itl_ms": -1}, "decode.scheduler.target_itl_ms", -1, "greater than or equal to 0"),
         ({"name": "a b"}, "name", "a b", "match pattern"),
@@ -118,7 +118,7 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
             1 << 20,
             "0 while preemption is recompute",
         ),
-        ({"prefill.swap_memory": "1MiB"}, "prefill.swap_memory", "1MiB", "one of the keys workers"),
+        ({"prefill.swap_memory": "1MiB"}, "prefill.swap_memory", "1MiB", "eys of prefill are workers"),
         ({"dtype": "float32", "transfer.codec": "bexp-zstd"}, "transfer.codec", "bexp-zstd", "auto, raw, zstd, q8"),
         ({"router.kv_codec_by_class.batch": "bexp4"}, "router.kv_codec_by_class.batch", "bexp4", "you mean bexp3?"),
         (
@@ -139,6 +139,32 @@ def test_refusal_names_key_value_and_what_is_allowed(
         assert refusal.value.value == value
     assert words in refusal.value.allowed
     assert key in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("router: {max_qeue: 1}", "there is no key router.max_qeue; did you mean router.max_queue? Keys of router are host"),
+        ("grpc_port: 1", "there is no key grpc_port; did you mean router.grpc_port? Keys at the top are name, model"),
+        ("router.grpc_port: 1", "there is no key router.grpc_port: sections are nested in a file, as in router: {grpc_"),
+        ("zzz: 1", "there is no key zzz. Keys at the top are name, model"),
+        ("router: {max_queue: -1}", "router.max_queue: -1 is not allowed; allowed: "),
+        ("dead_after_s: 0.6", "dead_after_s: 0.6 is not allowed; allowed: at least twice heartbeat_s"),
+        ("model: a\nmodel: b", "model: 'given twice' is not allowed"),
+    ],
+)
+def test_a_refusal_names_the_file(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_text(tmp_path, text)
+    assert str(refusal.value).startswith(f"{tmp_path}/cluster.yaml: {words}")
+
+
+def test_a_refusal_does_not_blame_the_file_for_what_a_flag_says(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_text(tmp_path, "router: {max_queue: 2}", router__max_queue=-1)
+    assert str(refusal.value).startswith("router.max_queue: -1 is not allowed")
+    with pytest.raises(ConfigError, match=r"^there is no key router\.max_qeue; did you mean router\.max_queue\?"):
+        load_text(tmp_path, "router: {max_queue: 2}", router__max_qeue=2)
 
 
 def test_two_sizes_of_one_pool_are_refused(tmp_path: Path) -> None:
