@@ -246,6 +246,8 @@ class ClusterConfig(Section):
             api_keys_file=section.api_keys_file,
             claim_ttl_s=self.claim_ttl_s,
             tool_call_parser=section.tool_call_parser,
+            chat_template=section.chat_template or "",
+            default_max_tokens=section.default_max_tokens,
             security=security or self.internal_security,
             tls=self.tls.public.to_config(),
             allow_insecure_listen=section.allow_insecure_listen,

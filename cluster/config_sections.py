@@ -441,6 +441,16 @@ class RouterSection(Section):
         default="auto",
         description="the format in which the model calls tools; auto: the one that its chat template speaks of",
     )
+    chat_template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file with a Jinja template that makes prompts of chats, or its text; default: the model's own",
+    )
+    default_max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
+        default=None,
+        description="tokens of an answer at most where its request names no max_tokens; 0: as many as the context has "
+        "room for; default: what the model's generation config says, else 256",
+    )
     kv_codec_by_class: KvCodecSection = Field(
         default=KvCodecSection(), description="how KV is packed, by class of request; null: transfer.codec"
     )

@@ -22,6 +22,7 @@ from pdcore.errors import ConfigError, PdserveError
 from pdcore.listening import check_listening
 from pdcore.security import InternalSecurity
 from protos import membership_pb2
+from router.template_source import given_template
 from security.secret import new_secret, read_secret, with_secret_of
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class ClusterController:
             for index in range(config.router.replicas if first > 0 else 0):
                 advice = f"end that one, or take another by --{flag}-port; 0 finds a free one"
                 check_listening(f"router.{flag}_port", config.router.host, first + index, advice)
+        if config.router.chat_template:
+            given_template(config.router.chat_template)
         address = ray_address(config)
         if address == "local":
             _check_file("transfer.calibration", config.transfer.calibration)

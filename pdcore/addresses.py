@@ -16,6 +16,16 @@ class Address(NamedTuple):
     encrypted: bool | None = None
 
 
+def grpc_address(address: str, *, tls: bool) -> str:
+    """A ``host:port`` as a client may copy it: gRPC's tools take that in plain text, and ours ``grpcs://`` beside it."""
+    return f"grpcs://{address}" if tls else address
+
+
+def http_address(address: str, *, tls: bool) -> str:
+    """The same for HTTP: a URL."""
+    return f"{'https' if tls else 'http'}://{address}"
+
+
 def split_addresses(address: str | Sequence[str]) -> list[str]:
     """``host:port`` of each router, as it is written. Raises ValueError if there is none, or one is empty."""
     parts = address.split(",") if isinstance(address, str) else list(address)

@@ -449,6 +449,9 @@ class RouterConfig:
         disaggregate: whether requests run on two workers wherever both pools serve, or only where that is better.
         claim_ttl_s: seconds without a word to the controller after which a claimed idempotency key is free again.
         tool_call_parser: the format in which the served model calls tools.
+        chat_template: path of a Jinja file, or a template, that takes the place of the model's own; empty: the latter.
+        default_max_tokens: of a request that names none; 0: as many as the context has room for; None: what the
+            model's generation config says, or 256.
         security: of the hops inside the cluster. tls: of the public end; None: plain text.
         allow_insecure_listen: listen in plain text on other addresses than loopback, if told to.
         max_prompt_bytes: of a request's text, or of its token ids at four bytes each.
@@ -487,6 +490,8 @@ class RouterConfig:
     api_keys_file: str = ""
     claim_ttl_s: float = 10.0
     tool_call_parser: str = AUTO
+    chat_template: str = ""
+    default_max_tokens: int | None = None
     security: InternalSecurity = field(default_factory=InternalSecurity)
     tls: PublicTls | None = None
     allow_insecure_listen: bool = False
@@ -500,6 +505,12 @@ class RouterConfig:
         allowed = ", ".join(TOOL_CALL_PARSERS)
         _require(
             self.tool_call_parser in TOOL_CALL_PARSERS, "router.tool_call_parser", self.tool_call_parser, allowed
+        )
+        _require(
+            self.default_max_tokens is None or 0 <= self.default_max_tokens < 2**31,
+            "router.default_max_tokens",
+            self.default_max_tokens,
+            "0 to 2147483647, or nothing",
         )
         check_listen(
             "router.host",

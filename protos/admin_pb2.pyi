@@ -256,6 +256,7 @@ class GetStatusReply(google.protobuf.message.Message):
     DEGRADED_FIELD_NUMBER: builtins.int
     CLASSES_FIELD_NUMBER: builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: builtins.int
+    TLS_FIELD_NUMBER: builtins.int
     RATE_LIMITED_REQUESTS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     uptime_s: builtins.float
@@ -273,6 +274,8 @@ class GetStatusReply(google.protobuf.message.Message):
     """what the cluster does without, and how it serves in spite of it; empty if all is well"""
     http_address: builtins.str
     """host:port of this router's HTTP interface; empty if it has none"""
+    tls: builtins.bool
+    """clients reach both interfaces by TLS only"""
     rate_limited_requests: builtins.int
     """refused: their tenant's limits were used up"""
     @property
@@ -311,11 +314,12 @@ class GetStatusReply(google.protobuf.message.Message):
         degraded: builtins.str = ...,
         classes: collections.abc.Iterable[Global___ClassStatus] | None = ...,
         http_address: builtins.str = ...,
+        tls: builtins.bool = ...,
         rate_limited_requests: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["model", b"model"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classes", b"classes", "decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "http_address", b"http_address", "model", b"model", "queued_requests", b"queued_requests", "rate_limited_requests", b"rate_limited_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "routers", b"routers", "running_requests", b"running_requests", "uptime_s", b"uptime_s", "workers", b"workers"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["classes", b"classes", "decisions", b"decisions", "degraded", b"degraded", "draining", b"draining", "failed_requests", b"failed_requests", "failed_transfers", b"failed_transfers", "finished_requests", b"finished_requests", "http_address", b"http_address", "model", b"model", "queued_requests", b"queued_requests", "rate_limited_requests", b"rate_limited_requests", "rebuilds", b"rebuilds", "replays", b"replays", "router_id", b"router_id", "routers", b"routers", "running_requests", b"running_requests", "tls", b"tls", "uptime_s", b"uptime_s", "workers", b"workers"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___GetStatusReply: typing_extensions.TypeAlias = GetStatusReply

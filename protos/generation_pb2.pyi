@@ -334,7 +334,9 @@ class Sampling(google.protobuf.message.Message):
     N_FIELD_NUMBER: builtins.int
     STRUCTURED_OUTPUT_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
-    """>= 1; default 256, or what is left of the context if that is less"""
+    """>= 1; default: `router.default_max_tokens`, the model's generation config, or 256, in this order; at most what is
+    left of the context.
+    """
     temperature: builtins.float
     """0 to 2; 0 is greedy; default 1"""
     top_k: builtins.int

@@ -45,6 +45,7 @@ class RouterDescription(google.protobuf.message.Message):
     ADDRESS_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     HTTP_ADDRESS_FIELD_NUMBER: builtins.int
+    TLS_FIELD_NUMBER: builtins.int
     router_id: builtins.str
     incarnation: builtins.str
     """differs after every start"""
@@ -53,6 +54,8 @@ class RouterDescription(google.protobuf.message.Message):
     pid: builtins.int
     http_address: builtins.str
     """host:port of its HTTP interface; empty if it has none"""
+    tls: builtins.bool
+    """clients reach both by TLS only"""
     def __init__(
         self,
         *,
@@ -61,8 +64,9 @@ class RouterDescription(google.protobuf.message.Message):
         address: builtins.str = ...,
         pid: builtins.int = ...,
         http_address: builtins.str = ...,
+        tls: builtins.bool = ...,
     ) -> None: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "http_address", b"http_address", "incarnation", b"incarnation", "pid", b"pid", "router_id", b"router_id"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["address", b"address", "http_address", b"http_address", "incarnation", b"incarnation", "pid", b"pid", "router_id", b"router_id", "tls", b"tls"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RouterDescription: typing_extensions.TypeAlias = RouterDescription

@@ -59,6 +59,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             routers=self._routers(),
             classes=[self._class_status(priority) for priority in PriorityClass],
             http_address=self._http_address(),
+            tls=self._config.tls is not None,
             rate_limited_requests=dispatcher.admission.rate_limited,
         )
 

@@ -56,7 +56,9 @@ def read_chat(
     """
     if template is None:
         raise InvalidRequest(
-            "chat", "this model's tokenizer has no chat template; write the conversation into prompt or token_ids"
+            "chat",
+            "this model's tokenizer has no chat template, which router.chat_template could give; write the conversation "
+            "into prompt or token_ids",
         )
     if not chat.messages:
         raise InvalidRequest("chat.messages", "must have at least one message")

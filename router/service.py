@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdcore.addresses import grpc_address, http_address
 from pdcore.clock import Clock, MonotonicClock
 from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError
@@ -136,13 +137,19 @@ class RouterServer:
 
         Raises:
             ModelError: no usable tokenizer in `model_path`. ConfigError: a port is taken, or the file of API keys
-                is not one, or the certificates are not right.
+                is not one, or the certificates or the chat template are not right.
         """
         config = self.config
         path = config.api_keys_file
         key_file = await asyncio.to_thread(KeyFile, Path(path)) if path else None
         certificates = None if config.tls is None else public_files(config.tls)
-        self._text_model = await asyncio.to_thread(TextModel.load, Path(config.model_path), config.tool_call_parser)
+        self._text_model = await asyncio.to_thread(
+            TextModel.load,
+            Path(config.model_path),
+            config.tool_call_parser,
+            chat_template=config.chat_template,
+            default_max_tokens=config.default_max_tokens,
+        )
         calls = self._calls = Calls(config, self._dispatcher, self._text_model, self._claims, self._clock)
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
         door = Door(None if key_file is None else key_file.keys)
@@ -194,8 +201,8 @@ class RouterServer:
             "router %s serves %s on %s%s",
             config.router_id,
             config.served_name,
-            self.address,
-            f", HTTP on {self.http_address}" if self.http_address else "",
+            grpc_address(self.address, tls=config.tls is not None),
+            f", HTTP on {http_address(self.http_address, tls=config.tls is not None)}" if self.http_address else "",
         )
 
     async def drain(self, timeout_s: float | None = None) -> bool:
@@ -279,6 +286,7 @@ class RouterServer:
             address=self.address,
             pid=os.getpid(),
             http_address=self.http_address,
+            tls=config.tls is not None,
         )
         registration = RouterRegistration(
             config.controller,

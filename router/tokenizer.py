@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, ModelError
 from router.chat_template import ChatTemplate, Conversation
 from router.structured import StructureCheck
+from router.template_source import given_template
 from router.text import ByteDetokenizer, Detokenizer, StopWords, TextStream, TokenTexts, WindowDetokenizer
 from router.text_threads import TextThreads
 from router.tools.formats import ToolFormat, format_for
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 SLICE_CHARS = 64 << 10
 """Characters that a thread tokenises at once of a text that may be too long; about 0.1 s."""
+UNLIMITED = 2**31 - 1
+"""Tokens of an output where the context alone is the limit."""
 CHARS_PER_TOKEN = 4
 """About; to tell how long decoding takes."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
@@ -136,26 +139,42 @@ class TextModel:
         self.structures = StructureCheck(tokenizer.to_str, next(iter(end_token_ids), None))
 
     @classmethod
-    def load(cls, folder: Path, tool_call_parser: str = AUTO) -> TextModel:
+    def load(
+        cls,
+        folder: Path,
+        tool_call_parser: str = AUTO,
+        *,
+        chat_template: str = "",
+        default_max_tokens: int | None = None,
+    ) -> TextModel:
         """Read a Hugging Face folder. Blocking.
 
         Args:
-            tool_call_parser: see `RouterConfig`.
+            tool_call_parser, chat_template, default_max_tokens: see `RouterConfig`.
 
         Raises:
-            ModelError: there is no usable tokenizer, or a file is malformed.
+            ModelError: there is no usable tokenizer, or a file is malformed. ConfigError: `chat_template` is no good.
         """
         config = _read_json(folder / "config.json")
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
         generation = _read_json(folder / "generation_config.json")
         tokenizer = _load_tokenizer(folder)
         special_tokens = _special_tokens(tokenizer_config, _read_json(folder / "special_tokens_map.json"))
-        source = _chat_template_source(folder, tokenizer_config)
+        source: str | None
+        template: ChatTemplate | None
+        if chat_template:
+            source, template = given_template(chat_template, special_tokens)
+        else:
+            source = _chat_template_source(folder, tokenizer_config)
+            template = None if source is None else ChatTemplate(source, special_tokens)
+        defaults = _defaults(generation)
+        if default_max_tokens is not None:
+            defaults = replace(defaults, max_tokens=default_max_tokens or UNLIMITED)
         return cls(
             tokenizer,
-            None if source is None else ChatTemplate(source, special_tokens),
+            template,
             _end_tokens(generation, config, tokenizer, special_tokens),
-            _defaults(generation),
+            defaults,
             format_for(tool_call_parser, source),
         )
 

@@ -33,7 +33,7 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_TOP_K = 2**31 - 1
-DEFAULT_MAX_TOKENS = 256
+DEFAULT_MAX_TOKENS = 256  # where neither the configuration nor the model's publisher says anything
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]+")
 

@@ -162,8 +162,7 @@ def _nobody_answers(address: str, names: Sequence[str], tls: ClientTls | None) -
             return fail(f"no connection with {name}: {problem}; {_TLS_ADVICE}")
     return fail(
         f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
-        f"give the address that it printed behind grpc= (the one behind http= is for OpenAI's clients) with "
-        f"--address HOST:PORT"
+        f"give what it printed behind grpc= (the URL behind http= is for OpenAI's clients) as --address"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from cluster.cli.signals import Signals
 from cluster.config import ClusterConfig
 from cluster.config_file import to_yaml
 from cluster.ray_environment import prepare_environment
+from pdcore.addresses import grpc_address, http_address
 from pdcore.errors import ConfigError, PdserveError
 
 _DEFAULTS = ClusterConfig()
@@ -76,7 +78,7 @@ def serve(
 ) -> None:
     """Start a cluster and serve until SIGTERM or Ctrl-C, then drain.
 
-    Prints one line that begins with READY, and names the routers' addresses, once requests can come. While draining,
+    Prints one line that begins with READY, and names the routers' addresses, gRPC's and HTTP's, once requests can come. While draining,
     new requests are refused and running ones may finish for drain_timeout_s; a second signal ends it at once.
 
     Exit codes: 0 drained, 1 failed or requests were cut off, 2 a bad flag or configuration, 130 interrupted.
@@ -138,9 +140,9 @@ async def _serve(settings: ClusterConfig) -> int:
             _say("interrupted before the cluster was ready")
             return EXIT_INTERRUPTED
         count = len(controller.members().members)
-        http = f" http={','.join(controller.http_addresses)}" if controller.http_addresses else ""
-        grpc = ",".join(controller.addresses)
-        typer.echo(f"READY grpc={grpc}{http} model={controller.served_name} workers={count}")
+        tls = settings.tls.public.to_config() is not None
+        where = where_to_call(controller.addresses, controller.http_addresses, tls=tls)
+        typer.echo(f"READY {where} model={controller.served_name} workers={count}")
         await asked.wait(1)
         drained: list[bool] = []
 
@@ -154,6 +156,15 @@ async def _serve(settings: ClusterConfig) -> int:
     finally:
         await controller.stop()
         _say("stopped")
+
+
+def where_to_call(grpc_addresses: Sequence[str], http_addresses: Sequence[str], *, tls: bool) -> str:
+    """The routers' addresses (``host:port``) as READY has them, to be given to clients as they are."""
+    fields = {
+        "grpc": [grpc_address(address, tls=tls) for address in grpc_addresses],
+        "http": [http_address(address, tls=tls) for address in http_addresses],
+    }
+    return " ".join(f"{name}={','.join(found)}" for name, found in fields.items() if found)
 
 
 def _say(line: str) -> None:

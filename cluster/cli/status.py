@@ -18,6 +18,7 @@ from rich.table import Table
 from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call
 from cluster.cli.steps import show_steps
 from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
+from pdcore.addresses import grpc_address, http_address
 from protos import admin_pb2, admin_pb2_grpc, membership_pb2, routers_pb2, worker_pb2
 
 _ROLES = {
@@ -90,7 +91,7 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
         highlight=False,
     )
     if reply.http_address:
-        console.print(f"HTTP at {escape(reply.http_address)}", highlight=False)
+        console.print(f"HTTP at {escape(http_address(reply.http_address, tls=reply.tls))}", highlight=False)
     if reply.degraded:
         console.print(f"[yellow]degraded[/]: {escape(reply.degraded)}", highlight=False)
     if reply.decisions:
@@ -102,9 +103,9 @@ def show(reply: admin_pb2.GetStatusReply, address: str, console: Console) -> Non
     if len(reply.routers) > 1:  # what is shown is one router's view
         for member in reply.routers:
             state = "draining" if member.state == routers_pb2.ROUTER_STATE_DRAINING else "serving"
-            where = member.router.address
+            where = grpc_address(member.router.address, tls=member.router.tls)
             if member.router.http_address:
-                where += f" and {member.router.http_address} (HTTP)"
+                where += f" and {http_address(member.router.http_address, tls=member.router.tls)}"
             line = f"router {member.router.router_id}: {state} at {where} (pid {member.router.pid})"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     workers = sorted(reply.workers, key=lambda item: (item.worker.role, item.worker.worker_id))

@@ -50,6 +50,6 @@ if __name__ == "__main__":
         address = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "127.0.0.1:8000"
         main(address if "://" in address else f"http://{address}")
     except APIConnectionError:
-        sys.exit("nobody answers there; is a cluster running? `pdserve serve` starts one, and prints http=HOST:PORT")
+        sys.exit("nobody answers there; is a cluster running? `pdserve serve` starts one, and prints http=URL")
     except APIStatusError as error:
         sys.exit(f"{error.message} (request {error.request_id})")

@@ -16,7 +16,7 @@ from router.calls import Call
 from router.openai.collected import Collected, Output, finish_reason
 from router.openai.errors import renamed
 from router.openai.exchange import DONE
-from router.openai.fields import Count, GenerationFields, Ignored, param_names, ranged
+from router.openai.fields import Count, GenerationFields, Ignored, param_names, ranged, template_arguments
 from router.openai.logprobs import TokenTexts, chat_content, prompt_entries
 from router.openai.parsing import UNKNOWN, Message
 from router.openai.plan import Headers, Plan, begin_plan
@@ -117,6 +117,9 @@ class ChatFields(Message):
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None, description="More variables of the model's chat template, such as enable_thinking."
     )
+    reasoning_effort: Literal["none"] | None = Field(
+        default=None, description="The chat template is told so, if it asks; chat_template_kwargs win over it."
+    )
     continue_final_message: bool | None = Field(
         default=None, description="The output goes on with the last message, the assistant's."
     )
@@ -133,6 +136,7 @@ class ChatRequest(GenerationFields, ChatFields):
     tool_choice: ChatToolChoice = Field(default=None, description="auto, if there are tools.")
     parallel_tool_calls: bool | None = Field(default=None, description="Several calls at once; default true.")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
+    verbosity: Literal["medium"] | None = None
     prediction: Ignored = None
 
 
@@ -172,11 +176,10 @@ def chat_of(messages: Sequence[ChatMessage], fields: ChatFields) -> generation_p
     goes_on = bool(fields.continue_final_message)
     if fields.add_generation_prompt is not None and fields.add_generation_prompt == goes_on:
         raise InvalidRequest("add_generation_prompt", f"must be {str(not goes_on).lower()}")
-    kwargs = fields.chat_template_kwargs
     chat = generation_pb2.Chat(
         messages=map(to_message, messages),
         continue_final_message=goes_on,
-        template_arguments=json.dumps(kwargs, ensure_ascii=False) if kwargs else "",
+        template_arguments=template_arguments(fields.chat_template_kwargs, fields.reasoning_effort),
     )
     add_tools(chat, [tool.function for tool in fields.tools or ()], None, None)
     return chat

@@ -60,6 +60,16 @@ def ranged(description: str = "", **limits: float) -> Any:
     return Field(default=None, description=description or None, json_schema_extra=dict(limits))
 
 
+NO_REASONING = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+"""How chat templates are told not to let the model think; those of models that never do look at none of these."""
+
+
+def template_arguments(kwargs: Mapping[str, Any] | None, effort: Literal["none"] | None) -> str:
+    """More variables of the chat template, as the core takes them; `kwargs` win over what `effort` stands for."""
+    variables = {**(NO_REASONING if effort == "none" else {}), **(kwargs or {})}
+    return json.dumps(variables, ensure_ascii=False) if variables else ""
+
+
 class StreamOptions(Message):
     include_usage: bool | None = Field(
         default=None, description="End with a chunk that has the usage, and no choices."

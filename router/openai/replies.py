@@ -217,7 +217,7 @@ class ResponseBody(BaseModel):
     output: list[OutputMessage | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
-    reasoning: dict[str, None]
+    reasoning: dict[str, Literal["none"] | None]
     store: Literal[False]
     temperature: float | None
     text: dict[str, Any]

@@ -232,7 +232,7 @@ def _response(body: ResponseRequest, plan: Plan) -> Json:
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "store": False,
         "temperature": body.temperature,
         "text": {"format": text},

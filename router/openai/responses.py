@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,6 +21,7 @@ from router.openai.fields import (
     Strings,
     common_names,
     ranged,
+    template_arguments,
 )
 from router.openai.parsing import Message
 from router.openai.plan import Headers, Plan, begin_plan
@@ -53,9 +53,11 @@ class ResponseStreamOptions(Message):
 
 
 class Reasoning(Message):
-    """What models of this kind have not."""
+    """How much the model thinks before it answers."""
 
-    effort: Literal["none"] | None = None
+    effort: Literal["none"] | None = Field(
+        default=None, description="The chat template is told so, if it asks; chat_template_kwargs win over it."
+    )
     summary: Ignored = None
     generate_summary: Ignored = None
 
@@ -136,8 +138,8 @@ def plan_response(body: ResponseRequest, headers: Headers, served_name: str, *, 
         request.sampling.logprobs = body.top_logprobs or 0
     chat = InputChat(body.instructions, body.input)
     request.chat.messages.extend(chat.messages)
-    if body.chat_template_kwargs:
-        request.chat.template_arguments = json.dumps(body.chat_template_kwargs, ensure_ascii=False)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    request.chat.template_arguments = template_arguments(body.chat_template_kwargs, effort)
     add_tools(request.chat, body.tools or (), body.tool_choice, body.parallel_tool_calls)
     names = [
         *chat.names,

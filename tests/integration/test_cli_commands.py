@@ -120,6 +120,8 @@ def test_aggregated_alone_means_nothing_else(tmp_path: Path) -> None:
         (("--config", "/nowhere.yaml"), ["--config", "/nowhere.yaml"]),
         (("--decode", "0"), ["decode.workers", "at least 1"]),
         (("--set", "transfer.calibration=/nowhere"), ["transfer.calibration", "no such file", "pdserve calibrate"]),
+        (("--set", "router.chat_template=/nowhere"), ["router.chat_template", "No such file"]),
+        (("--set", "router.default_max_tokens=-1"), ["router.default_max_tokens", "-1"]),
         (("--set", "transfer.credit_bytes=10TiB"), ["transfer.credit_bytes", "1073741824"]),
         (("--set", "router.kv_codec_by_class.batch=tc4"), ["kv_codec_by_class.batch", "tc4", "pdserve calibrate"]),
     ],

@@ -284,6 +284,27 @@ async def test_cached_prompt_tokens_are_told(cluster: Cluster) -> None:
     assert several.usage.prompt_tokens_details.cached_tokens == 3 + 3
 
 
+async def test_a_template_and_a_length_of_the_configuration(model: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}, {{ 'thinking' if enable_thinking is not false else 'at once' }}:")
+    async with Cluster(model, chat_template=str(template), default_max_tokens=3) as cluster:
+        for fields, prompt in (
+            ({}, "Why, thinking:"),
+            ({"reasoning_effort": "none"}, "Why, at once:"),
+            ({"reasoning_effort": None}, "Why, thinking:"),
+            ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "Why, thinking:"),
+        ):
+            messages: Any = [{"role": "user", "content": "Why"}]
+            answer = await cluster.api.chat.completions.create(model="null", messages=messages, extra_body=fields)
+            expected = text_of(cluster, cluster.text._encode(prompt, add_special_tokens=False), 3)
+            assert answer.choices[0].message.content == expected, fields
+        response = await cluster.api.responses.create(model="null", input="Why", reasoning={"effort": "none"})
+        expected = text_of(cluster, cluster.text._encode("Why, at once:", add_special_tokens=False), 3)
+        assert response.output_text == expected
+        assert response.reasoning is not None
+        assert response.reasoning.effort == "none"
+
+
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +318,7 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": 0}),
     ("best_of", {"best_of": 3}),
     ("suffix", {"suffix": "x"}),
+    ("reasoning_effort", {"reasoning_effort": "none"}),  # a plain text has none
     ("stop", {"stop": 5}),
     ("stop[1]", {"stop": ["a", ""]}),
     ("logprobs", {"logprobs": 21}),
@@ -328,6 +350,8 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("max_completion_tokens", {"max_completion_tokens": 10**9}),
     ("max_tokens", {"max_completion_tokens": 5, "max_tokens": 6}),
     ("modalities[0]", {"modalities": ["audio"]}),
+    ("reasoning_effort", {"reasoning_effort": "high"}),
+    ("verbosity", {"verbosity": "low"}),
     ("audio", {"audio": {}}),
     ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
 ]

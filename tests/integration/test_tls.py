@@ -184,7 +184,10 @@ async def test_the_command_line(
     assert out.strip()
     code, out, err = await pdserve("status", "--json", *flags, *who)
     assert code == 0, err
-    assert json.loads(out)
+    assert json.loads(out)["tls"] is True
+    code, out, err = await pdserve("status", *flags, *who)
+    assert code == 0, err
+    assert f"\nHTTP at https://{cluster.router.http_address}\n" in out
 
     monkeypatch.setattr("cluster.cli.client.CONNECT_S", 0.3)
     for arguments, expected, words in (

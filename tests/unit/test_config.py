@@ -52,7 +52,12 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
     ("overrides", "key", "value", "words"),
     [
         ({"prefil.workers": 1}, "prefil", {"workers": 1}, "did you mean prefill?"),
-        ({"decode.scheduler.max_num_sequences": 3}, "decode.scheduler.max_num_sequences", 3, "mean decode.scheduler.max_num_seqs?"),
+        (
+            {"decode.scheduler.max_num_sequences": 3},
+            "decode.scheduler.max_num_sequences",
+            3,
+            "mean decode.scheduler.max_num_seqs?",
+        ),
         ({"dtype": "bfloat"}, "dtype", "bfloat", "'float32', 'bfloat16' or 'float16'; did you mean bfloat16?"),
         ({"transfer.codec": "bexp_zstd"}, "transfer.codec", "bexp_zstd", "did you mean bexp-zstd?"),
         ({"router.grpc_port": 99999}, "router.grpc_port", 99999, "less than or equal to 65535"),
@@ -73,7 +78,12 @@ def load_text(tmp_path: Path, text: str, **overrides: object) -> ClusterConfig:
         ({"router.tenants.a.default_class": "bath"}, "router.tenants.a.default_class", "bath", "did you mean batch?"),
         ({"router.classes.batch.ttft_ms": -1}, "router.classes.batch.ttft_ms", -1, "greater than or equal to 0"),
         ({"router.classes.batch.max_queue": 0}, "router.classes.batch.max_queue", 0, "greater than or equal to 1"),
-        ({"prefill.scheduler.target_itl_ms": 9}, "prefill.scheduler.target_itl_ms", 9, "eys of prefill.scheduler are"),
+        (
+            {"prefill.scheduler.target_itl_ms": 9},
+            "prefill.scheduler.target_itl_ms",
+            9,
+            "eys of prefill.scheduler are",
+        ),
         (
             {"aggregated.scheduler.local_prefill_tokens": 9},
             "aggregated.scheduler.local_prefill_tokens",
@@ -144,9 +154,15 @@ def test_refusal_names_key_value_and_what_is_allowed(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("router: {max_qeue: 1}", "there is no key router.max_qeue; did you mean router.max_queue? Keys of router are host"),
+        (
+            "router: {max_qeue: 1}",
+            "there is no key router.max_qeue; did you mean router.max_queue? Keys of router are host",
+        ),
         ("grpc_port: 1", "there is no key grpc_port; did you mean router.grpc_port? Keys at the top are name, model"),
-        ("router.grpc_port: 1", "there is no key router.grpc_port: sections are nested in a file, as in router: {grpc_"),
+        (
+            "router.grpc_port: 1",
+            "there is no key router.grpc_port: sections are nested in a file, as in router: {grpc_",
+        ),
         ("zzz: 1", "there is no key zzz. Keys at the top are name, model"),
         ("router: {max_queue: -1}", "router.max_queue: -1 is not allowed; allowed: "),
         ("dead_after_s: 0.6", "dead_after_s: 0.6 is not allowed; allowed: at least twice heartbeat_s"),

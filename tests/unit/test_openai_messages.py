@@ -372,3 +372,18 @@ def test_every_interface_names_fields_as_its_clients_know_them() -> None:
     ]
     for names in said:
         assert {("tenant", "OpenAI-Organization"), ("request_id", "x-request-id")} <= set(names)
+
+
+def test_no_reasoning_is_told_to_the_template() -> None:
+    said = {"reasoning_effort": "none", "enable_thinking": False, "thinking": False}
+    for kwargs, expected in (
+        (None, said),
+        ({"enable_thinking": True, "x": 1}, {**said, "enable_thinking": True, "x": 1}),
+    ):
+        asked = chat(reasoning_effort="none", chat_template_kwargs=kwargs)
+        response = ResponseRequest.model_validate(
+            {"input": "x", "reasoning": {"effort": "none"}, "chat_template_kwargs": kwargs}
+        )
+        plans = plan_chat(asked, HEADERS, "m"), plan_response(response, HEADERS, "m", readable=True)
+        assert [json.loads(plan.requests[0].chat.template_arguments) for plan in plans] == [expected, expected]
+    assert plan_chat(chat(), HEADERS, "m").requests[0].chat.template_arguments == ""

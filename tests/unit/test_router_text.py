@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from pdcore.errors import InvalidRequest, ModelError
+from pdcore.errors import ConfigError, InvalidRequest, ModelError
 from router.chat_template import Arguments, ChatTemplate, Conversation
 from router.text import StopMatcher, StopWords, TextStream, WindowDetokenizer
 from router.tokenizer import GenerationDefaults, Special, TextModel
 from router.tools.formats import format_for
-from tests.support.tiny_model import CHAT_TEMPLATE, tiny_llama
+from tests.support.tiny_model import BOS, CHAT_TEMPLATE, tiny_llama
 from tests.support.tool_model import tool_llama
 
 TEXTS = st.text(st.sampled_from("ab é日😀\n\u0301"), max_size=30)
@@ -440,6 +440,32 @@ def test_generation_settings_that_are_not_honoured_are_told(tmp_path: Path, capl
     (folder / "generation_config.json").write_text('{"typical_p": 0.9, "suppress_tokens": [3], "num_beams": 1}')
     TextModel.load(folder).close()
     assert "suppress_tokens, typical_p is not supported; ignored" in caplog.text
+
+
+def test_a_template_of_the_configuration(tmp_path: Path) -> None:
+    folder, file = tiny_llama(tmp_path / "tiny"), tmp_path / "other.jinja"
+    file.write_text("{{ bos_token }}{{ tools }}!")
+    for source in (str(file), file.read_text()):
+        template = TextModel.load(folder, chat_template=source).chat_template
+        assert template is not None
+        assert template.render(Conversation(messages=())) == f"{BOS}None!"
+        assert template.uses_tools
+    (tmp_path / "long.jinja").write_bytes(b"x" * (1 << 20) + b"x")
+    (tmp_path / "latin.jinja").write_bytes(b"\xe4")
+    for source, words in (
+        (
+            str(tmp_path / "none.jinja"),
+            "none.jinja' is not allowed; allowed: a file with a Jinja template.*No such file",
+        ),
+        (str(tmp_path), "Is a directory"),
+        (str(tmp_path / "long.jinja"), "more than 1048576 bytes"),
+        (str(tmp_path / "latin.jinja"), "not UTF-8"),
+        ("{% for message in messages %}" + "x" * 99, "that compiles .*endfor"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refusal:
+            TextModel.load(folder, chat_template=source)
+        assert refusal.value.key == "router.chat_template"
+        assert "x" * 99 not in str(refusal.value)
 
 
 def test_templates_by_name(tmp_path: Path) -> None:

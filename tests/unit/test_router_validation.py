@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,6 +238,15 @@ async def test_generation_config_defaults(tmp_path_factory: pytest.TempPathFacto
     assert params.stop_token_ids == (257, 9)
     params = (await check(ok(temperature=0, top_k=0), model)).params
     assert (params.temperature, params.top_k) == (0.0, 0)
+
+
+async def test_a_default_of_max_tokens(tmp_path: Path) -> None:
+    folder = tiny_llama(tmp_path)
+    for suggested, given, expected in ((None, None, 59), (10, None, 10), (10, 20, 20), (10, 0, 59), (None, 100, 59)):
+        (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": suggested}))
+        model = TextModel.load(folder, default_max_tokens=given)
+        assert (await check(build_request("hello"), model)).params.max_tokens == expected
+        assert (await check(ok(max_tokens=3), model)).params.max_tokens == 3
 
 
 async def test_chat_is_rendered(model: TextModel) -> None:
