@@ -232,7 +232,7 @@ def _child(section: type[Section], key: str) -> type[Section] | None:
 
 
 def _instead_of(path: Sequence[str]) -> str:
-    """What there is instead of an unknown key: the nearest in its section, else in another, and all of the section."""
+    """What there is instead of an unknown key: the nearest in its section, or elsewhere, and all of the section."""
     name, place = path[-1], ".".join(path[:-1])
     if "." in name:
         nested = "{".join(f"{part}: " for part in name.split(".")) + "..." + "}" * name.count(".")

@@ -448,8 +448,8 @@ class RouterSection(Section):
     )
     default_max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = Field(
         default=None,
-        description="tokens of an answer at most where its request names no max_tokens; 0: as many as the context has "
-        "room for; default: what the model's generation config says, else 256",
+        description="tokens of an answer at most where its request names no max_tokens; 0: as many as the context "
+        "has room for; default: what the model's generation config says, else 256",
     )
     kv_codec_by_class: KvCodecSection = Field(
         default=KvCodecSection(), description="how KV is packed, by class of request; null: transfer.codec"

@@ -17,7 +17,7 @@ class Address(NamedTuple):
 
 
 def grpc_address(address: str, *, tls: bool) -> str:
-    """A ``host:port`` as a client may copy it: gRPC's tools take that in plain text, and ours ``grpcs://`` beside it."""
+    """A ``host:port`` as clients take it: as it is in plain text, which gRPC's own tools know; else ``grpcs://``."""
     return f"grpcs://{address}" if tls else address
 
 

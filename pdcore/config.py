@@ -449,7 +449,7 @@ class RouterConfig:
         disaggregate: whether requests run on two workers wherever both pools serve, or only where that is better.
         claim_ttl_s: seconds without a word to the controller after which a claimed idempotency key is free again.
         tool_call_parser: the format in which the served model calls tools.
-        chat_template: path of a Jinja file, or a template, that takes the place of the model's own; empty: the latter.
+        chat_template: path of a Jinja file, or a template, in place of the model's own; empty: the latter.
         default_max_tokens: of a request that names none; 0: as many as the context has room for; None: what the
             model's generation config says, or 256.
         security: of the hops inside the cluster. tls: of the public end; None: plain text.

@@ -78,7 +78,7 @@ def serve(
 ) -> None:
     """Start a cluster and serve until SIGTERM or Ctrl-C, then drain.
 
-    Prints one line that begins with READY, and names the routers' addresses, gRPC's and HTTP's, once requests can come. While draining,
+    Prints one line that begins with READY, and names the routers' addresses, once requests can come. While draining,
     new requests are refused and running ones may finish for drain_timeout_s; a second signal ends it at once.
 
     Exit codes: 0 drained, 1 failed or requests were cut off, 2 a bad flag or configuration, 130 interrupted.
