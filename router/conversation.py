@@ -57,7 +57,7 @@ def read_chat(
     if template is None:
         raise InvalidRequest(
             "chat",
-            "this model's tokenizer has no chat template, nor is there a router.chat_template; write the conversation "
+            "this model's tokenizer has no chat template, nor is there a router.chat_template: write the messages "
             "into prompt or token_ids",
         )
     if not chat.messages:

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import socket
 import ssl
+from dataclasses import dataclass
+from enum import Enum, auto
 
 from pdcore.addresses import parse_address
 from pdcore.security import ClientTls
 from security.client import secured
 
 _TIMEOUT_S = 1.0
+_OTHER_NAME = (62, 64)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+_OTHER_AUTHORITY = (2, 18, 19, 20, 21)  # unable to get issuer, self-signed, and the like
 
 
-def tls_problem(address: str, tls: ClientTls | None) -> str:
-    """What is wrong between us and a router, in words that can follow a colon; empty if TLS is not it.
+class Mistake(Enum):
+    """What a caller could do otherwise."""
+
+    PLAIN_TEXT = auto()  # speak TLS
+    TLS = auto()  # speak none
+    AUTHORITY = auto()  # trust whoever has signed its certificate
+    NAME = auto()  # call it by the name in its certificate
+    CERTIFICATE = auto()  # show a certificate, or another one
+    NONE = auto()  # nothing: it is the other end's
+
+
+@dataclass(frozen=True, slots=True)
+class TlsProblem:
+    """What is wrong between us and a router. `words` can follow a colon."""
+
+    mistake: Mistake
+    words: str
+
+
+def tls_problem(address: str, tls: ClientTls | None) -> TlsProblem | None:
+    """What is wrong between us and a router; None if TLS is not it.
 
     Args:
         address, tls: as of `router.client.Client`; one router, and files that can be read.
@@ -21,7 +44,7 @@ def tls_problem(address: str, tls: ClientTls | None) -> str:
     host, _, port = parse_address(address).target.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit():
-        return ""
+        return None
     encrypted = secured(address, tls)
     try:
         with socket.create_connection((host, int(port)), _TIMEOUT_S) as connection:
@@ -30,17 +53,18 @@ def tls_problem(address: str, tls: ClientTls | None) -> str:
             name = (tls.server_name if tls is not None else "") or host
             with context.wrap_socket(connection, server_hostname=name) as channel:
                 if not encrypted:
-                    return "it speaks TLS, and was called in plain text"
+                    return TlsProblem(Mistake.PLAIN_TEXT, "it speaks TLS, and was called in plain text")
                 if not _answers(channel):
                     given = "another" if tls is not None and tls.cert_file else "a"
-                    return f"it ends the connection, as if it wanted {given} certificate of ours"
+                    words = f"it ends the connection, as if it wanted {given} certificate of ours"
+                    return TlsProblem(Mistake.CERTIFICATE, words)
     except ssl.SSLCertVerificationError as error:
-        return f"its certificate is not trusted: {error.verify_message}"
+        return TlsProblem(_mistake(error), f"its certificate is not trusted: {error.verify_message}")
     except ssl.SSLError as error:
-        return _words(error) if encrypted else ""
+        return _of_handshake(error) if encrypted else None
     except OSError:
         pass
-    return ""
+    return None
 
 
 def _answers(channel: ssl.SSLSocket) -> bool:
@@ -53,9 +77,17 @@ def _answers(channel: ssl.SSLSocket) -> bool:
         return False
 
 
-def _words(error: ssl.SSLError) -> str:
+def _mistake(error: ssl.SSLCertVerificationError) -> Mistake:
+    if error.verify_code in _OTHER_NAME:
+        return Mistake.NAME
+    return Mistake.AUTHORITY if error.verify_code in _OTHER_AUTHORITY else Mistake.NONE
+
+
+def _of_handshake(error: ssl.SSLError) -> TlsProblem:
     reason = (error.reason or "").lower().replace("_", " ")
-    return f"it speaks no TLS ({reason})" if "wrong version" in reason or "eof" in reason else reason
+    if "wrong version" in reason or "eof" in reason:
+        return TlsProblem(Mistake.TLS, f"it speaks no TLS ({reason})")
+    return TlsProblem(Mistake.CERTIFICATE if "alert" in reason else Mistake.NONE, reason)
 
 
 def _context(tls: ClientTls) -> ssl.SSLContext:

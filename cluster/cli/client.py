@@ -19,7 +19,7 @@ from pdcore.api_key import key_metadata
 from pdcore.errors import ConfigError
 from pdcore.security import ClientTls
 from security.client import client_channels
-from security.probe import tls_problem
+from security.probe import Mistake, tls_problem
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 CONNECT_S = 3.0
@@ -53,10 +53,15 @@ _ADVICE = {
 
 
 _TLS_FLAGS = {"tls.ca_file": "--tls-ca", "tls.cert_file": "--tls-cert", "tls.key_file": "--tls-key"}
-_TLS_ADVICE = (
-    "--tls-ca FILE (or an https:// address) encrypts, --tls-cert and --tls-key show who you are, --tls-name is the "
-    "name that the cluster's certificate has"
-)
+_TLS_ADVICE = {
+    Mistake.PLAIN_TEXT: "give the file of its authority by --tls-ca FILE, or an https:// address if that is a "
+    "usual one",
+    Mistake.TLS: "leave --tls-ca and its like out, and https:// of the address",
+    Mistake.AUTHORITY: "give the file of the authority that it is from by --tls-ca FILE",
+    Mistake.NAME: "call it by a name that the certificate has, or say that name by --tls-name NAME",
+    Mistake.CERTIFICATE: "give one that it knows by --tls-cert FILE and --tls-key FILE",
+    Mistake.NONE: "who runs the cluster has to mend that",
+}
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> typer.Exit:
@@ -158,8 +163,8 @@ def connect_all(
 def _nobody_answers(address: str, names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
     for name in names:
         problem = tls_problem(name, tls)
-        if problem:
-            return fail(f"no connection with {name}: {problem}; {_TLS_ADVICE}")
+        if problem is not None:
+            return fail(f"no connection with {name}: {problem.words}; {_TLS_ADVICE[problem.mistake]}")
     return fail(
         f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
         f"give what it printed behind grpc= (the URL behind http= is for OpenAI's clients) as --address"

@@ -1,53 +1,28 @@
-"""The ``pdserve`` command; ``python -m cluster`` is the same."""
+"""Entry of the ``pdserve`` command; ``python -m cluster`` is the same."""
 
 from __future__ import annotations
 
+import os
 import sys
-from importlib import metadata
-from typing import Annotated
+from collections.abc import MutableMapping, Sequence
 
-import typer
-
-from cluster.cli import calibrate, chat, codecs, config, demo, generate, models, serve, status
-
-app = typer.Typer(
-    name="pdserve",
-    help="Serve a language model with separate pools of workers for prompts (prefill) and for answers (decode).",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+CLIENTS = ("chat", "generate", "status")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"pdserve {metadata.version('pdserve')}")
-        raise typer.Exit
+def quiet_grpc(arguments: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    """Leave it to commands that call a cluster to say why nobody answers, unless gRPC is to speak for itself.
 
-
-app.command()(serve.serve)
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(status.status)
-app.command()(demo.demo)
-app.command()(models.models)
-app.command()(codecs.codecs)
-app.command()(calibrate.calibrate)
-app.command()(config.config)
-
-
-@app.callback()
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and end.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Options that need no command."""
+    It reads this when it is imported, and knows no other way.
+    """
+    if arguments and arguments[0] in CLIENTS and "GRPC_TRACE" not in environment:
+        environment.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def main() -> None:
-    """Entry of the command."""
+    """Run the command."""
+    quiet_grpc(sys.argv[1:], os.environ)
+    from cluster.cli.app import app
+
     try:
         app(prog_name="pdserve")
     except BrokenPipeError:

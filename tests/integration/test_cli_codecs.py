@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.codec_quality.model_runs import model_geometry
 from kv_transfer.codecs.calibration import load_calibration
 from kv_transfer.frames import LOSSLESS_CODECS

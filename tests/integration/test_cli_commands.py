@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from cluster.config_file import load_config
 from cluster.demo import DemoRequest, check_disaggregated, demo_rounds, to_dict
 from cluster.demo_view import LineView, PanelView, make_view

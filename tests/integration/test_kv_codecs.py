@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from pdcore.config import KvCodecByClass, TransferConfig
 from pdcore.errors import InvalidRequest
 from pdcore.types import Role

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaC
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from engine import model_store
 from engine.gguf_reader import GgufFile, hf_config
 from engine.loader import load_runner

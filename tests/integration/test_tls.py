@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
+from cluster.cli.main import quiet_grpc
 from cluster.membership import MembershipServer
 from pdcore.errors import AlreadyRunning, ConfigError, Unavailable
 from pdcore.security import INTERNAL_NAME, ClientTls, InternalSecurity
@@ -28,6 +31,7 @@ from tests.integration.test_router_flow import Gate
 from tests.support.certificates import SECRET, Authority
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import MODEL, NullWorker
+from tests.support.processes import REPOSITORY
 from tests.support.router_fleet import RouterFleet
 from tests.support.tiny_model import tiny_llama
 
@@ -191,10 +195,15 @@ async def test_the_command_line(
 
     monkeypatch.setattr("cluster.cli.client.CONNECT_S", 0.3)
     for arguments, expected, words in (
-        (["--address", address], 1, "it speaks TLS"),
-        ([*flags[:2], "--tls-ca", theirs.ca_file], 1, "its certificate is not trusted"),
+        (
+            ["--address", address],
+            1,
+            "it speaks TLS, and was called in plain text; give the file of its",
+        ),
+        ([*flags[:2], "--tls-ca", theirs.ca_file], 1, "that it is from by --tls-ca FILE"),
         ([*flags, *who, "--tls-name", "other.example"], 1, "its certificate is not trusted: Hostname mismatch"),
-        (flags, 1, "as if it wanted a certificate of ours"),
+        ([*flags, *who, "--tls-name", "other.example"], 1, "by --tls-name NAME"),
+        (flags, 1, "as if it wanted a certificate of ours; give one that it knows by --tls-cert FILE"),
         ([*flags, "--tls-cert", theirs.cert_file, "--tls-key", theirs.key_file], 1, "another certificate of ours"),
         ([*flags, "--tls-cert", mine.cert_file], 2, "--tls-key"),
         ([*flags, "--tls-cert", mine.cert_file, "--tls-key", theirs.key_file], 2, "--tls-key: "),
@@ -203,6 +212,31 @@ async def test_the_command_line(
         code, _, err = await pdserve("status", *arguments)
         assert code == expected, err
         assert words in " ".join(err.split()), err
+
+
+async def test_a_command_speaks_for_grpc(cluster: NullCluster, stranger: Authority) -> None:
+    """Its own lines in the log would come first, and say less."""
+    command = ("-m", "cluster", "status", "--address", cluster.router.address, "--tls-ca", stranger.ca_file)
+    environment = {name: value for name, value in os.environ.items() if name not in ("GRPC_VERBOSITY", "GRPC_TRACE")}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, env=environment, stderr=asyncio.subprocess.PIPE, cwd=REPOSITORY
+    )
+    _, told = await asyncio.wait_for(process.communicate(), 60.0)
+    assert process.returncode == 1
+    assert told.startswith(b"error: no connection with "), told
+    assert b"its certificate is not trusted: " in told
+
+
+def test_who_wants_to_hear_grpc_does() -> None:
+    for before, command, after in (
+        ({}, "status", "NONE"),
+        ({}, "serve", None),
+        ({"GRPC_VERBOSITY": "DEBUG"}, "status", "DEBUG"),
+        ({"GRPC_TRACE": "http"}, "status", None),
+    ):
+        environment = dict(before)
+        quiet_grpc([command, "--address", "x:1"], environment)
+        assert environment.get("GRPC_VERBOSITY") == after
 
 
 async def test_a_rogue_worker_is_refused() -> None:

@@ -10,12 +10,14 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pdcore.security import PublicTls
 from tests.support.processes import REPOSITORY
 
-STEP_S = "step_s"
+STEP_S, TLS = "step_s", "tls"
 
 
 class NullServer:
@@ -23,11 +25,14 @@ class NullServer:
 
     Args:
         model: folder with a tokenizer.
-        step_s: of the workers, seconds. options: of RouterConfig, as far as JSON can say them.
+        step_s: of the workers, seconds. tls: of the public end. options: of RouterConfig, as far as JSON
+            can say them.
     """
 
-    def __init__(self, model: Path, *, step_s: float = 0.0, **options: object) -> None:
-        self._arguments = [str(model), json.dumps({STEP_S: step_s, "http_port": 0, **options})]
+    def __init__(self, model: Path, *, step_s: float = 0.0, tls: PublicTls | None = None, **options: object) -> None:
+        self._scheme = "http" if tls is None else "https"
+        files = None if tls is None else asdict(tls)
+        self._arguments = [str(model), json.dumps({STEP_S: step_s, TLS: files, "http_port": 0, **options})]
         self.addresses: dict[str, str] = {}
 
     @property
@@ -36,7 +41,7 @@ class NullServer:
 
     @property
     def url(self) -> str:
-        return f"http://{self.addresses['http']}"
+        return f"{self._scheme}://{self.addresses['http']}"
 
     def __enter__(self) -> NullServer:
         self._process = subprocess.Popen(
@@ -72,7 +77,10 @@ class NullServer:
 async def _serve(model: Path, options: dict[str, Any]) -> None:
     from tests.support.null_cluster import NullCluster, pair
 
-    async with NullCluster(model, pair(step_s=options.pop(STEP_S)), **options) as cluster:
+    files = options.pop(TLS)
+    tls = None if files is None else PublicTls(**files)
+    workers = pair(step_s=options.pop(STEP_S))
+    async with NullCluster(model, workers, tls=tls, **options) as cluster:
         addresses = {"grpc": cluster.router.address, "http": cluster.router.http_address}
         print("READY " + json.dumps(addresses), flush=True)
         await asyncio.to_thread(sys.stdin.read)

@@ -11,7 +11,7 @@ import grpc
 from grpc_status import rpc_status
 from typer.testing import CliRunner
 
-from cluster.cli.main import app
+from cluster.cli.app import app
 from pdcore.errors import RequestError, UnknownModel
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, kv_pb2, worker_pb2
 from router.wire_errors import status_of

@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.break_even import break_even, show, to_dict
-from cluster.cli.main import app
+from cluster.cli.app import app
 from kv_transfer.codec_speed import assumed_costs
 from kv_transfer.codecs.registry import STANDARD
 from pdcore.costs import CodecCost, TransferSnapshot, choose_codec

@@ -107,7 +107,7 @@ CASES = [
     ("cluster.membership", (*others("cluster", "worker", "security", "protos"), *SERVING, *HEAVY)),
     ("cluster.controller", ("simulator", "engine", "kv_transfer", "torch", "triton")),
     # `pdserve --help` and the client commands answer at once.
-    ("cluster.cli.main", (*others("cluster", "security", "protos"), "ray", *HEAVY)),
+    ("cluster.cli.app", (*others("cluster", "security", "protos"), "ray", *HEAVY)),
 ]
 
 
