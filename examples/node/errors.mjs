@@ -34,6 +34,10 @@ export function explain(error) {
   if (request) lines.push(`  request ${request}`);
   const delay = RetryInfo?.retry_delay;
   if (delay) lines.push(`  come again in ${(delay.seconds ?? 0) + (delay.nanos ?? 0) / 1e9} s`);
+  if (error.code === status.UNAVAILABLE && !ErrorInfo) { // not the cluster's words
+    lines.push('  is a cluster running there? If it has TLS, --tls-ca names the authority of its certificate,');
+    lines.push('  and --tls-cert and --tls-key are ours, where it wants one');
+  }
   if (error.code === status.UNAUTHENTICATED) lines.push('  set PDSERVE_API_KEY to a key of this cluster');
   return lines.join('\n');
 }

@@ -4,18 +4,25 @@
 //   node generate.mjs "Once upon a time" --max-tokens 64 --timeout 30
 //   node generate.mjs --chat "Why is the sky blue?" --address 127.0.0.1:50051
 //
+//   node generate.mjs --address HOST:PORT --tls-ca ca.crt [--tls-cert tls.crt --tls-key tls.key]
+//
 // Ctrl-C ends the request. A cluster with API keys takes one from PDSERVE_API_KEY.
 
+import { readFileSync } from 'node:fs';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
 import grpc from '@grpc/grpc-js';
 import { loadSync } from '@grpc/proto-loader';
 import { explain } from './errors.mjs';
 
+const env = process.env;
 const { values: options, positionals } = parseArgs({
   allowPositionals: true,
   options: {
     address: { type: 'string', default: '127.0.0.1:50051' },
+    'tls-ca': { type: 'string', default: env.PDSERVE_TLS_CA }, // authorities of the cluster's certificate; encrypts
+    'tls-cert': { type: 'string', default: env.PDSERVE_TLS_CERT }, // of this client, where the cluster wants one
+    'tls-key': { type: 'string', default: env.PDSERVE_TLS_KEY },
     chat: { type: 'boolean', default: false }, // the prompt is a message
     'max-tokens': { type: 'string', default: '64' },
     temperature: { type: 'string' },
@@ -26,12 +33,30 @@ const { values: options, positionals } = parseArgs({
 });
 const prompt = positionals[0] ?? 'Once upon a time';
 
+/** Credentials of the channel: encrypted with the files, or by the usual authorities if the address says so. */
+function credentials(scheme) {
+  const files = ['tls-ca', 'tls-key', 'tls-cert'].map((name) => options[name] || null);
+  if (files.every((path) => path === null) && !/^(https|grpcs)$/i.test(scheme)) return grpc.credentials.createInsecure();
+  return grpc.credentials.createSsl(...files.map((path) => path && readFileSync(path)));
+}
+
+/** A channel's target and credentials; ends the program if there can be none. */
+function connection() {
+  const [, scheme, target] = /^(?:(\w+):\/\/)?(.*?)\/?$/.exec(options.address);
+  try {
+    return [target, credentials(scheme ?? '')];
+  } catch (error) {
+    console.error(error.message);
+    process.exit(2);
+  }
+}
+
 const definition = loadSync('protos/generation.proto', { includeDirs: [options.root], keepCase: true, longs: Number });
 const { Generation } = grpc.loadPackageDefinition(definition).pdserve.v1;
-const client = new Generation(options.address, grpc.credentials.createInsecure());
+const client = new Generation(...connection());
 
 const metadata = new grpc.Metadata();
-if (process.env.PDSERVE_API_KEY) metadata.set('authorization', `Bearer ${process.env.PDSERVE_API_KEY}`);
+if (env.PDSERVE_API_KEY) metadata.set('authorization', `Bearer ${env.PDSERVE_API_KEY}`);
 
 const request = {
   ...(options.chat ? { chat: { messages: [{ role: 'user', content: prompt }] } } : { prompt }),

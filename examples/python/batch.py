@@ -1,6 +1,7 @@
 """Thousands of prompts from a file of JSON lines, so many at a time; answers in the order of the prompts.
 
 Usage: python examples/python/batch.py prompts.jsonl answers.jsonl [--address HOST:PORT] [--concurrency 32]
+and the flags of generate.py. Exit status 2: a file or a flag is no good; 1: the cluster could not answer.
 
 A line of input is {"prompt": TEXT} or {"messages": [...]}, with "id" and "max_tokens" if you like. A line of output
 has its "id", "text", "finish_reason", "prompt_tokens", "cached_tokens" and "completion_tokens"; or "id", "error" and
@@ -20,6 +21,8 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any
 
+from connection import Caller, add_flags, grpc_caller, refuse
+
 from pdcore.errors import DeadlineExceeded, InvalidRequest, RequestError
 from router.client import AsyncClient, Retry, Sampling
 
@@ -28,16 +31,16 @@ AHEAD = 4
 
 
 def prompts(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
                 item = json.loads(line)
-            except ValueError as error:
-                sys.exit(f"{path}, line {number}: {error}")
+            except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
+                refuse(f"{path}, line {number}: {error}")
             if not isinstance(item, dict) or ("prompt" in item) == ("messages" in item):
-                sys.exit(f'{path}, line {number}: an object with either "prompt" or "messages" is allowed')
+                refuse(f'{path}, line {number}: an object with either "prompt" or "messages" is allowed')
             yield {"id": str(number), **item}
 
 
@@ -50,7 +53,7 @@ def take_up(answers: BufferedRandom) -> list[str]:
         try:
             ids.append(json.loads(line)["id"])
         except (ValueError, TypeError, KeyError):
-            sys.exit(f"{answers.name} has something else than answers")
+            refuse(f"{answers.name} has something else than answers")
         whole += len(line)
     answers.truncate(whole)
     answers.seek(whole)
@@ -76,7 +79,7 @@ async def ask(client: AsyncClient, item: dict[str, Any], room: asyncio.Semaphore
         }
 
 
-async def run(args: argparse.Namespace, answers: BufferedRandom) -> int:
+async def run(args: argparse.Namespace, who: Caller, answers: BufferedRandom) -> int:
     """Answer what has no answer yet; returns how many that were."""
     known = take_up(answers)
     room, written = asyncio.Semaphore(args.concurrency), 0
@@ -90,14 +93,12 @@ async def run(args: argparse.Namespace, answers: BufferedRandom) -> int:
         written += 1
 
     retry = Retry(attempts=10_000, max_wait_s=args.patience)
-    async with AsyncClient(args.address, api_key=args.api_key, retry=retry) as client:
+    async with AsyncClient(args.address, api_key=who.api_key, tls=who.tls, retry=retry) as client:
         try:
             for number, item in enumerate(prompts(args.prompts)):
                 if number < len(known):
                     if item["id"] != known[number]:
-                        sys.exit(
-                            f"{args.answers} is of other prompts: its answer {number + 1} is to {known[number]!r}"
-                        )
+                        refuse(f"{args.answers} is of other prompts: its answer {number + 1} is to {known[number]!r}")
                     continue
                 while len(running) >= AHEAD * args.concurrency or (running and running[0].done()):
                     await write_first()
@@ -116,17 +117,21 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("answers", type=Path)
     parser.add_argument("--address", default="127.0.0.1:50051")
-    parser.add_argument("--api-key", default="")
     parser.add_argument("--concurrency", type=int, default=32, help="prompts that run at once")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one answer, waiting included")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds that a prompt may wait for room")
+    add_flags(parser)
     args = parser.parse_args()
-    args.answers.touch()
-    with args.answers.open("r+b") as answers:
-        try:
-            print(f"{asyncio.run(run(args, answers))} prompts answered")
-        except RequestError as error:  # of the cluster, and so of every prompt
-            sys.exit(f"{error} (request {error.request_id}); run the same command again to go on from there")
+    who = grpc_caller(args)
+    try:
+        args.prompts.open("rb").close()  # before there is a file of answers to it
+        args.answers.touch()
+        with args.answers.open("r+b") as answers:
+            print(f"{asyncio.run(run(args, who, answers))} prompts answered")
+    except OSError as error:
+        refuse(str(error))
+    except RequestError as error:  # of the cluster, and so of every prompt
+        sys.exit(f"{error} (request {error.request_id}); run the same command again to go on from there")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,24 @@
 """Stream an answer, take a whole one, hold a conversation.
 
-Usage: python examples/python/generate.py [ADDRESS]
+Usage: python examples/python/generate.py [ADDRESS] [--api-key-file FILE]
+    [--tls-ca FILE] [--tls-cert FILE --tls-key FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+
+from connection import Caller, add_flags, grpc_caller
 
 from pdcore.errors import InvalidRequest, Overloaded, RequestError, Unavailable
 from router.chat_history import ChatHistory
 from router.client import Client, Retry, Sampling
 
 
-def main(address: str) -> None:
+def main(address: str, who: Caller) -> None:
     # Retry: what is refused for want of room or of workers is tried again, within bounds.
-    with Client(address, retry=Retry(max_wait_s=2.0)) as client:
+    with Client(address, api_key=who.api_key, tls=who.tls, retry=Retry(max_wait_s=2.0)) as client:
         print(f"served: {client.model().model.name}")
 
         # Token by token. The `with` ends the request, should this be left before the answer is complete.
@@ -51,11 +55,15 @@ def main(address: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", nargs="?", default="127.0.0.1:50051", help="as READY has it behind grpc=")
+    add_flags(parser)
+    args = parser.parse_args()
     try:
-        main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051")
+        main(args.address, grpc_caller(args))
     except Overloaded as error:
         sys.exit(f"no room; come again in {error.retry_after_s:.0f} s (request {error.request_id})")
     except Unavailable as error:
-        sys.exit(f"{error}; is a cluster running there? `pdserve serve` starts one")
+        sys.exit(f"{error}; is a cluster running there? `pdserve serve` starts one. If it has TLS, give --tls-ca")
     except RequestError as error:
         sys.exit(f"{error} (request {error.request_id})")

@@ -1,14 +1,17 @@
 """Many streams on one event loop: three questions at once, one of them left early, one with a deadline.
 
-Usage: python examples/python/generate_async.py [ADDRESS]
+Usage: python examples/python/generate_async.py [ADDRESS], and the flags of generate.py
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 
-from pdcore.errors import DeadlineExceeded
+from connection import Caller, add_flags, grpc_caller
+
+from pdcore.errors import DeadlineExceeded, RequestError
 from router.client import AsyncClient, Sampling
 
 
@@ -37,12 +40,19 @@ async def hurried(client: AsyncClient, prompt: str) -> str:
     return "hurried: done in time"
 
 
-async def main(address: str) -> None:
-    async with AsyncClient(address) as client:
+async def main(address: str, who: Caller) -> None:
+    async with AsyncClient(address, api_key=who.api_key, tls=who.tls) as client:
         works = whole(client, "Why is the sky blue?"), beginning(client, "One, two,", 40), hurried(client, "Pi is 3.")
         for line in await asyncio.gather(*works):
             print(line)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", nargs="?", default="127.0.0.1:50051", help="as READY has it behind grpc=")
+    add_flags(parser)
+    args = parser.parse_args()
+    try:
+        asyncio.run(main(args.address, grpc_caller(args)))
+    except RequestError as error:
+        sys.exit(f"{error} (request {error.request_id})")

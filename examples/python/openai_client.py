@@ -1,21 +1,37 @@
 """The official `openai` package against pdserve's HTTP interface (`pip install openai`).
 
-Usage: python examples/python/openai_client.py [HOST:PORT or URL]
+Usage: python examples/python/openai_client.py [URL], and the flags of generate.py
 
-Under TLS give an https:// URL, and the authority's file in SSL_CERT_FILE if it is not one of the usual ones.
+Under TLS the URL begins with https://; --tls-ca names the authority if it is not one of the usual ones.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import ssl
 import sys
 
-from openai import APIConnectionError, APIStatusError, BadRequestError, OpenAI
+from connection import Caller, add_flags, caller, refuse
+from openai import APIConnectionError, APIStatusError, BadRequestError, DefaultHttpxClient, OpenAI
+
+from pdcore.security import ClientTls
 
 
-def main(url: str) -> None:
+def trust(tls: ClientTls) -> ssl.SSLContext:
+    """Whom to trust, and what to show, as httpx takes it."""
+    try:
+        context = ssl.create_default_context(cafile=tls.ca_file or None)
+        if tls.cert_file:
+            context.load_cert_chain(tls.cert_file, tls.key_file)
+    except OSError as error:
+        refuse(f"the certificates cannot be used: {error}")
+    return context
+
+
+def main(url: str, who: Caller) -> None:
+    http = DefaultHttpxClient(verify=trust(who.tls)) if who.tls else None
     # Without API keys in the cluster any will do. The package tries again by itself when there is no room.
-    client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("PDSERVE_API_KEY", "none"), max_retries=3)
+    client = OpenAI(base_url=f"{url}/v1", api_key=who.api_key or "none", max_retries=3, http_client=http)
     model = client.models.list().data[0].id
     print(f"served: {model}")
 
@@ -46,10 +62,14 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="as READY has it behind http=")
+    add_flags(parser)
+    args = parser.parse_args()
+    url = args.url.rstrip("/")
     try:
-        address = sys.argv[1].rstrip("/") if len(sys.argv) > 1 else "127.0.0.1:8000"
-        main(address if "://" in address else f"http://{address}")
-    except APIConnectionError:
-        sys.exit("nobody answers there; is a cluster running? `pdserve serve` starts one, and prints http=URL")
+        main(url if "://" in url else f"http://{url}", caller(args))
+    except APIConnectionError as error:
+        sys.exit(f"{error} ({error.__cause__}); is a cluster there? `pdserve serve` starts one, and prints http=URL")
     except APIStatusError as error:
         sys.exit(f"{error.message} (request {error.request_id})")

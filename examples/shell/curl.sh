@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
 # pdserve's OpenAI interface by curl.
 #
-# Usage: examples/shell/curl.sh [URL]     with PDSERVE_API_KEY set where the cluster has keys
+# Usage: examples/shell/curl.sh [URL]
+# The environment says who calls, as for `pdserve generate`: PDSERVE_API_KEY where the cluster has keys; under TLS (https://)
+# PDSERVE_TLS_CA, a file with the authority of its certificate, and PDSERVE_TLS_CERT and PDSERVE_TLS_KEY where it wants one.
 set -euo pipefail
 
 url=${1:-http://127.0.0.1:8000}
 # The key goes by a file descriptor: arguments are there for everybody on this machine to see.
+tls=()
+[ -z "${PDSERVE_TLS_CA:-}" ] || tls+=(--cacert "$PDSERVE_TLS_CA")
+[ -z "${PDSERVE_TLS_CERT:-}" ] || tls+=(--cert "$PDSERVE_TLS_CERT" --key "${PDSERVE_TLS_KEY:?has to be set beside it}")
 call() {
-  curl --silent --show-error --max-time 30 --header 'content-type: application/json' \
+  curl --silent --show-error --max-time 30 ${tls[@]+"${tls[@]}"} --header 'content-type: application/json' \
     --config <(printf 'header = "authorization: Bearer %s"\n' "${PDSERVE_API_KEY:-none}") "$@"
   echo
 }

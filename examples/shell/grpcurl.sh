@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # pdserve's gRPC interface by grpcurl: reflection is served, no .proto files are needed.
 #
-# Usage: examples/shell/grpcurl.sh [ADDRESS]     with PDSERVE_API_KEY set where the cluster has keys
+# Usage: examples/shell/grpcurl.sh [ADDRESS]
+# The environment says who calls, as for `pdserve generate`: PDSERVE_API_KEY where the cluster has keys; PDSERVE_TLS_CA, a
+# file with the authority of its certificate, where it has TLS (or an https:// address for the usual authorities);
+# PDSERVE_TLS_CERT and PDSERVE_TLS_KEY where it wants a certificate.
 set -euo pipefail
 
 address=${1:-127.0.0.1:50051}
@@ -11,7 +14,14 @@ if [ -n "${PDSERVE_API_KEY:-}" ]; then
   export PDSERVE_API_KEY  # which grpcurl puts in; so it is not among the arguments, which others on this machine can see
   headers=(-expand-headers -H 'authorization: Bearer ${PDSERVE_API_KEY}')
 fi
-call() { "$grpcurl" -plaintext ${headers[@]+"${headers[@]}"} "$@"; }
+tls=()
+[ -z "${PDSERVE_TLS_CA:-}" ] || tls+=(-cacert "$PDSERVE_TLS_CA")
+[ -z "${PDSERVE_TLS_CERT:-}" ] || tls+=(-cert "$PDSERVE_TLS_CERT" -key "${PDSERVE_TLS_KEY:?has to be set beside it}")
+case $address in
+  https://* | grpcs://*) address=${address#*://} ;;
+  *) [ ${#tls[@]} -gt 0 ] || tls=(-plaintext) ;;
+esac
+call() { "$grpcurl" ${tls[@]+"${tls[@]}"} ${headers[@]+"${headers[@]}"} "$@"; }
 
 echo "--- services"
 call "$address" list

@@ -17,6 +17,7 @@ import pytest
 
 from protos import admin_pb2, admin_pb2_grpc
 from router.client import Client, Sampling
+from tests.support.certificates import Authority
 from tests.support.null_server import NullServer
 from tests.support.processes import REPOSITORY, eventually
 from tests.support.tiny_model import tiny_llama
@@ -37,18 +38,23 @@ def server(model: Path) -> Iterator[NullServer]:
         yield running
 
 
-def run(*command: str | Path, ok: bool = True, **environment: str) -> tuple[str, str]:
-    """Standard output and standard error of a program that ends."""
+def run(*command: str | Path, ok: bool = True, code: int | None = None, **environment: str) -> tuple[str, str]:
+    """Standard output and standard error of a program that ends, with status 0 if `ok`, else `code` or another."""
     done = subprocess.run(
         [str(word) for word in command],
         cwd=REPOSITORY, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert (done.returncode == 0) is ok, (done.returncode, done.stdout, done.stderr)
+    right = (done.returncode == 0) is ok if code is None else done.returncode == code
+    assert right, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
     return done.stdout, done.stderr
 
 
-def python(name: str, *arguments: str | Path, ok: bool = True) -> tuple[str, str]:
-    return run(sys.executable, EXAMPLES / "python" / name, *arguments, ok=ok, PYTHONPATH=str(REPOSITORY))
+def python(
+    name: str, *arguments: str | Path, ok: bool = True, code: int | None = None, **environment: str
+) -> tuple[str, str]:
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    return run(sys.executable, EXAMPLES / "python" / name, *arguments, ok=ok, code=code, **environment)
 
 
 def status(server: NullServer) -> admin_pb2.GetStatusReply:
@@ -136,6 +142,23 @@ def test_batch_keeps_the_order_waits_for_room_and_goes_on_where_it_was(model: Pa
     assert "run the same command again" in err
 
 
+def test_batch_says_in_a_line_which_file_is_no_good(tmp_path: Path) -> None:
+    good, answers = EXAMPLES / "python" / "prompts.jsonl", tmp_path / "answers.jsonl"
+    (tmp_path / "odd.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "messages": []}\n')
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe4"}\n')
+    for prompts, target, words in (
+        (tmp_path / "none.jsonl", answers, "No such file or directory: '.*none.jsonl'"),
+        (tmp_path, answers, "Is a directory"),
+        (tmp_path / "latin.jsonl", answers, "latin.jsonl, line 1: .*utf-8"),
+        (tmp_path / "odd.jsonl", answers, 'odd.jsonl, line 2: an object with either "prompt"'),
+        (good, tmp_path, "Is a directory"),
+        (good, tmp_path / "odd.jsonl", "odd.jsonl has something else than answers"),
+    ):
+        _, err = python("batch.py", prompts, target, "--address", "127.0.0.1:9", code=2)
+        assert re.fullmatch(f".*{words}.*\n", err), err
+    assert not answers.exists() or not answers.read_bytes()
+
+
 def test_batch_of_the_sample_prompts(server: NullServer, tmp_path: Path) -> None:
     answers = tmp_path / "answers.jsonl"
     out, _ = python("batch.py", EXAMPLES / "python" / "prompts.jsonl", answers, "--address", server.address)
@@ -221,12 +244,32 @@ def test_node_leaves_and_is_interrupted(node: Path, server: NullServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def closed_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NullServer]:
-    """One that wants a key."""
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def closed_server(
+    model: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[NullServer]:
+    """One that speaks TLS, and wants a certificate and a key."""
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
     keys.write_text(f"{hashlib.sha256(KEY.encode()).hexdigest()}: t\n")
-    with NullServer(model, api_keys_file=str(keys)) as running:
+    with NullServer(model, step_s=0.001, tls=authority.public(mutual=True), api_keys_file=str(keys)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def let_in(authority: Authority) -> dict[str, str]:
+    """The environment of whoever may call it."""
+    tls = authority.client()
+    return {
+        "PDSERVE_API_KEY": KEY,
+        "PDSERVE_TLS_CA": tls.ca_file,
+        "PDSERVE_TLS_CERT": tls.cert_file,
+        "PDSERVE_TLS_KEY": tls.key_file,
+        "GRPC_VERBOSITY": "NONE",
+    }
 
 
 def test_grpcurl_script(server: NullServer) -> None:
@@ -240,19 +283,61 @@ def test_grpcurl_script(server: NullServer) -> None:
     assert "sampling.temperature" in out
 
 
-def test_a_key_is_wanted_and_taken(closed_server: NullServer, node: Path) -> None:
+def test_python_says_who_calls(closed_server: NullServer, let_in: dict[str, str], tmp_path: Path) -> None:
+    address, url = closed_server.address, closed_server.url
+    assert python("generate.py", f"grpcs://{address}", **let_in)[0].startswith("served: null\n")
+    assert "whole: " in python("generate_async.py", address, **let_in)[0]
+    assert "\n[32 tokens]\n" in python("openai_client.py", url, **let_in)[0]
+    # By flags, which win.
+    key = tmp_path / "key"
+    key.write_text(f"{KEY}\n")
+    flags = [
+        word for name in ("ca", "cert", "key") for word in (f"--tls-{name}", let_in[f"PDSERVE_TLS_{name.upper()}"])
+    ]
+    prompts, answers = EXAMPLES / "python" / "prompts.jsonl", tmp_path / "answers.jsonl"
+    wrong = {name: "/nowhere" for name in let_in}
+    command = ("batch.py", prompts, answers, "--address", address)
+    assert python(*command, *flags, "--api-key-file", key, **wrong)[0] == "3 prompts answered\n"
+
+
+def test_python_without_a_right_to_call(closed_server: NullServer, let_in: dict[str, str]) -> None:
+    _, err = python("generate.py", closed_server.address, code=1, GRPC_VERBOSITY="NONE")
+    assert err.endswith("If it has TLS, give --tls-ca\n")
+    _, err = python("generate_async.py", closed_server.address, code=1, **(let_in | {"PDSERVE_API_KEY": "another"}))
+    assert re.search(r"key.* \(request [0-9a-f]{32}\)\n$", err), err
+    for name in ("generate.py", "openai_client.py"):
+        _, err = python(name, code=2, **(let_in | {"PDSERVE_TLS_CA": "/nowhere"}))
+        assert err.count("\n") == 1, err
+        assert "No such file" in err
+    _, err = python("generate.py", "telnet://x:1", code=2)
+    assert err.startswith("address: must be HOST:PORT or https://HOST:PORT")
+
+
+def test_a_key_and_a_certificate_are_wanted_and_taken(
+    closed_server: NullServer, node: Path, let_in: dict[str, str]
+) -> None:
+    no_key = let_in | {"PDSERVE_API_KEY": ""}
+    no_certificate = let_in | {"PDSERVE_TLS_CERT": "", "PDSERVE_TLS_KEY": ""}
     script, tool = EXAMPLES / "shell" / "grpcurl.sh", str(grpcurl())
-    run(script, closed_server.address, GRPCURL=tool, ok=False, PDSERVE_API_KEY="")
-    out, _ = run(script, closed_server.address, GRPCURL=tool, PDSERVE_API_KEY=KEY)
-    assert out.count('"completion_tokens": 16') == 2
+    run(script, closed_server.address, GRPCURL=tool, ok=False, **no_key)
+    for address in (closed_server.address, f"grpcs://{closed_server.address}"):
+        out, _ = run(script, address, GRPCURL=tool, **let_in)
+        assert out.count('"completion_tokens": 16') == 2
+
     command = node_command(node, closed_server, "x", "--max-tokens", "5")
-    _, err = run(*command, ok=False, PDSERVE_API_KEY="")
+    _, err = run(*command, ok=False, **no_key)
     assert "UNAUTHENTICATED" in err
     assert "set PDSERVE_API_KEY" in err
-    assert run(*command, PDSERVE_API_KEY=KEY)[0]
+    _, err = run(*command, "--timeout", "3", ok=False, PDSERVE_API_KEY=KEY)
+    assert "--tls-ca names the authority" in err
+    assert run(*command, **let_in)[0]
+    _, err = run(*command, code=2, **(let_in | {"PDSERVE_TLS_CA": "/nowhere"}))
+    assert err.startswith("ENOENT: no such file"), err
+
     script = EXAMPLES / "shell" / "curl.sh"
-    run(script, closed_server.url, ok=False, PDSERVE_API_KEY="")
-    out, _ = run(script, closed_server.url, PDSERVE_API_KEY=KEY)
+    for environment in (no_key, no_certificate):
+        run(script, closed_server.url, ok=False, **environment)
+    out, _ = run(script, closed_server.url, **let_in)
     assert "data: [DONE]" in out
 
 
