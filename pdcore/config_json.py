@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import types
 import typing
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from pdcore.errors import ConfigError
+from pdcore.errors import ConfigError, UnknownKey
 
 T = TypeVar("T")
 
@@ -21,11 +23,24 @@ def to_json(config: object) -> str:
     return json.dumps(dataclasses.asdict(config), indent=2)
 
 
+def load_json(cls: type[T], path: Path) -> T:
+    """What is in a file. Raises ConfigError, which names it; and see `from_json`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(cls.__name__, str(path), f"a readable file of JSON ({why})") from None
+    try:
+        return from_json(cls, text)
+    except ConfigError as error:
+        raise error.found_in(str(path)) from None
+
+
 def from_json(cls: type[T], text: str) -> T:
     """The inverse of `to_json`. Raises ConfigError for unknown keys and values of the wrong kind."""
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(cls.__name__, text[:80], f"a JSON object ({error})") from None
     value: T = _build(cls, data, cls.__name__)
     return value
@@ -66,5 +81,12 @@ def _build_dataclass(cls: Any, value: Any, key: str) -> Any:
     fields = {f.name for f in dataclasses.fields(cls)}
     for name in value:
         if name not in fields:
-            raise ConfigError(f"{key}.{name}", value[name], f"one of the keys {', '.join(sorted(fields))}")
+            near = [f"{key}.{close}" for close in difflib.get_close_matches(name, fields, n=1)]
+            instead = f"; did you mean {near[0]}?" if near else "."
+            known = f"{instead} Keys of {key} are {', '.join(sorted(fields))}"
+            raise UnknownKey(f"{key}.{name}", value[name], known)
+    for field in dataclasses.fields(cls):
+        needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if needed and field.name not in value:
+            raise ConfigError(f"{key}.{field.name}", None, "a value, which it needs")
     return cls(**{name: _build(hints[name], item, f"{key}.{name}") for name, item in value.items()})

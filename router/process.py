@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pdcore.config import RouterConfig
-from pdcore.config_json import from_json
+from pdcore.config_json import from_json, load_json
 from pdcore.errors import PdserveError
 from router.service import RouterServer
 from security.secret import with_secret_of
@@ -49,8 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     level = logging.WARNING if from_parent else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        text = sys.stdin.readline() if from_parent else Path(arguments[0]).read_text()
-        config = from_json(RouterConfig, text)
+        if from_parent:
+            config = from_json(RouterConfig, sys.stdin.readline())
+        else:
+            config = load_json(RouterConfig, Path(arguments[0]))
         config = replace(config, security=with_secret_of(config.security, os.environ))
         return asyncio.run(_serve(config, from_parent))
     except (PdserveError, OSError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pdcore.config import WorkerConfig
-from pdcore.config_json import from_json
+from pdcore.config_json import load_json
 from pdcore.errors import PdserveError
 from security.secret import with_secret_of
 
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str], make_worker: Callable[[WorkerConfig], Worker])
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: asked_to_end.set())
     try:
-        config = from_json(WorkerConfig, Path(arguments[0]).read_text())
+        config = load_json(WorkerConfig, Path(arguments[0]))
         config = replace(config, security=with_secret_of(config.security, os.environ))
         worker = make_worker(config)
         worker.start()

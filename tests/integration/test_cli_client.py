@@ -86,10 +86,11 @@ def test_a_key_that_is_in_use_is_told(cluster: ScriptedCluster) -> None:
 def test_status_lists_several_routers(cluster: ScriptedCluster) -> None:
     for n, state in enumerate((routers_pb2.ROUTER_STATE_SERVING, routers_pb2.ROUTER_STATE_DRAINING)):
         router = routers_pb2.RouterDescription(router_id=f"r{n}", address=f"h:{n}", pid=40 + n)
+        router.tls, router.http_address = n == 1, f"h:8{n}"
         cluster.status.routers.add(router=router, state=state)
     out = Run("status", "--address", cluster.address).out
-    assert "router r0: serving at h:0 (pid 40)" in out
-    assert "router r1: draining at h:1 (pid 41)" in out
+    assert "router r0: serving at h:0 and http://h:80 (pid 40)" in out
+    assert "router r1: draining at grpcs://h:1 and https://h:81 (pid 41)" in out
 
 
 def test_generate_passes_every_flag_on(cluster: ScriptedCluster) -> None:

@@ -15,10 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli.app import app
+from cluster.cli.serve import where_to_call
 from cluster.config_file import load_config
 from cluster.demo import DemoRequest, check_disaggregated, demo_rounds, to_dict
 from cluster.demo_view import LineView, PanelView, make_view
 from cluster.timeline import Answer, timeline_tables
+from pdcore.addresses import Address, parse_address
 from pdcore.errors import PdserveError
 from protos import generation_pb2, kv_pb2
 from tests.support.processes import REPOSITORY
@@ -130,6 +132,13 @@ def test_serve_refuses_a_bad_configuration_at_once(arguments: tuple[str, ...], w
     code, _, err = invoke("serve", *arguments)
     assert code == 2
     assert all(word in err for word in words), err
+
+
+def test_ready_names_what_clients_take() -> None:
+    assert where_to_call(["h:1", "h:2"], ["h:3", "h:4"], tls=False) == "grpc=h:1,h:2 http=http://h:3,http://h:4"
+    assert where_to_call(["h:1"], ["h:3"], tls=True) == "grpc=grpcs://h:1 http=https://h:3"
+    assert where_to_call(["h:1"], [], tls=False) == "grpc=h:1"
+    assert parse_address("grpcs://h:1") == Address("h:1", True)
 
 
 def finished(name: str) -> Answer:

@@ -30,7 +30,8 @@ def main(report: Path, model: str) -> None:
     os.environ.update(PATH=path, RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0")
     resources = json.dumps({"prefill": 1, "decode": 1})
     run("ray", "start", "--head", "--port", "6379", "--node-ip-address", "127.0.0.1", "--dashboard-host", "127.0.0.1",
-        "--dashboard-port", "8265", "--num-cpus", "2", "--resources", resources)  # fmt: skip
+        "--dashboard-port", "8265", "--dashboard-agent-listen-port=0", "--num-cpus", "2",
+        "--resources", resources)  # fmt: skip
     environment = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "60"}})
     run("ray", "job", "submit", "--address", DASHBOARD, "--no-wait", "--submission-id", JOB, "--working-dir", ".",
         "--runtime-env-json", environment, "--",

@@ -20,7 +20,7 @@ from pdcore.config import (
     TransferConfig,
     WorkerConfig,
 )
-from pdcore.config_json import from_json, to_json
+from pdcore.config_json import from_json, load_json, to_json
 from pdcore.errors import ConfigError, HandshakeRefused, InvalidRequest, Overloaded, PdserveError, TicketError
 from pdcore.faults import FaultPlan, FaultPoints
 from pdcore.logprobs import Logprobs
@@ -70,6 +70,28 @@ def test_json_that_does_not_fit_names_the_key(change: tuple[str, str], key: str)
     assert change[0] in text
     with pytest.raises(ConfigError, match=key):
         from_json(WorkerConfig, text.replace(*change, 1))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"WorkerConfig: '.*worker.json' is not allowed; .*\(No such file or directory\)"),
+        (b"\xe4", r"\(it is not UTF-8\)"),
+        (b"{", r"^/.*worker.json: WorkerConfig: '\{' is not allowed; allowed: a JSON object"),
+        (b"[" * 10**5, "a JSON object"),
+        (
+            b'{"roles": 1}',
+            r"worker.json: there is no key WorkerConfig.roles; did you mean WorkerConfig.role\? Keys of ",
+        ),
+        (b"{}", r"worker.json: WorkerConfig.worker_id: None is not allowed; allowed: a value, which it needs"),
+    ],
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "worker.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        load_json(WorkerConfig, file)
 
 
 @pytest.mark.parametrize(
