@@ -48,7 +48,7 @@ def test_a_taken_port_is_named_before_anything_is_started(flag: str) -> None:
         finally:
             serve.stop()
     assert f"127.0.0.1:{port}" in serve.output
-    assert f"{flag} takes another port" in serve.output
+    assert f"take another by {flag}" in serve.output
     assert "in use" in serve.output
     assert "Ray" not in serve.output
     assert "Traceback" not in serve.output
