@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pdcore.addresses import grpc_address
 from pdcore.config import RouterConfig
 from pdcore.config_json import to_json
 from pdcore.errors import PdserveError
@@ -201,6 +202,7 @@ class RouterProcesses:
         died: Callable[[str, str], None],
     ) -> None:
         self._routers = [RouterProcess(config) for config in configs]
+        self._tls = configs[0].tls is not None
         self._hung_after_s = _HUNG_AFTER * configs[0].dead_after_s
         self._report = report
         self._listed = listed
@@ -219,10 +221,14 @@ class RouterProcesses:
     async def start(self) -> None:
         infos = await asyncio.gather(*(router.start() for router in self._routers))
         for router, info in zip(self._routers, infos, strict=True):
-            self._report(f"{router.router_id} is ready at {info.address} (pid {info.pid})")
+            self._report(f"{router.router_id} is ready at {self._shown(info)} (pid {info.pid})")
             keeper = asyncio.create_task(self._keep(router), name=router.router_id)
             keeper.add_done_callback(self._keeper_ended)
             self._keepers.append(keeper)
+
+    def _shown(self, info: RouterInfo) -> str:
+        """Where clients call it."""
+        return grpc_address(info.address, tls=self._tls)
 
     async def drain(self, timeout_s: float) -> bool:
         """As `Routers.drain`; deaths are no longer mended from here on. Each router's own bound is the
@@ -256,7 +262,7 @@ class RouterProcesses:
                     self._report(f"{router.router_id} is not back, next try in {backoff:.0f} s: {error}")
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, _MAX_BACKOFF_S)
-            self._report(f"{router.router_id} is back at {info.address} (pid {info.pid})")
+            self._report(f"{router.router_id} is back at {self._shown(info)} (pid {info.pid})")
 
     async def _until_ended(self, router: RouterProcess) -> int:
         """Wait for the router's process to end; one that has long been off the list is made to."""

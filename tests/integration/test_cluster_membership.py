@@ -265,5 +265,5 @@ async def test_taken_port_is_refused() -> None:
     async with serving() as cluster:
         port = int(cluster.server.address.rpartition(":")[2])
         second = MembershipServer("127.0.0.1", port)
-        with pytest.raises(ConfigError, match="ray.worker_host: cannot listen on .* in use"):
+        with pytest.raises(ConfigError, match=r"ray\.worker_host: cannot listen on .* in use"):
             await second.start()
