@@ -402,9 +402,10 @@ class Dispatcher:
             active = self._active.get(token.request_id)
             if active is None:
                 continue
-            before = len(active.tracker.delivered)
+            tracker = active.tracker
+            before = len(tracker.delivered)
             try:
-                effects = active.tracker.token(
+                effects = tracker.token(
                     worker_id,
                     token.attempt,
                     token.index,
@@ -416,9 +417,10 @@ class Dispatcher:
             except Exception as error:  # noqa: BLE001  # one request's bug must not end the session of all
                 self._bug(active, error)
                 continue
-            self._queue.generated(active.entry, len(active.tracker.delivered) - before)
-            if not before and active.tracker.delivered:
-                self.admission.first_token(active)
+            if len(tracker.delivered) > before:
+                self._queue.generated(active.entry, len(tracker.delivered) - before)
+                if not before:
+                    self.admission.first_token(active)
             if effects:
                 self.perform(active, effects)
         for notice in report.notices:

@@ -11,12 +11,17 @@ import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from pdcore.step_time import StepTime
 from pdcore.types import PriorityClass, Role
 from router.snapshot import WorkerSnapshot
+
+if TYPE_CHECKING:
+    from router.native.candidates import Workspace
 
 STALE_S = 2.0
 """Age at which half of what a report says of queues is believed."""
@@ -117,6 +122,7 @@ class Fleet:
         self._prompt: Step | None = None
         self._queued: dict[Role, float] = {}
         self._settled_at = float("-inf")
+        self.workspace: Workspace | None = None  # native code's, for columns of this length
         self._resize(0)
 
     @classmethod
@@ -338,7 +344,7 @@ class Fleet:
         table, masks = np.ones((_ALL, size)), np.zeros((3, size), np.bool_)
         if len(self):
             table[:, : len(self)], masks[:, : len(self)] = self._table, self._masks
-        self._table, self._masks = table, masks
+        self._table, self._masks, self.workspace = table, masks, None
         self._cells = table.reshape(-1).data  # takes a row in a third of the time that numpy does
         self._addresses = table.ctypes.data, masks.ctypes.data
         self._rows += [None] * more

@@ -185,6 +185,7 @@ class RequestTracker:
         self._revoked = False  # how the KV of what was delivered was lost last, if it was
         self._owed_by_prefill = False  # log-probabilities that nobody else has
         self._computing_whole = False  # one worker runs it, and has not computed the prompt, as far as is known
+        self._steady = ""  # the decode worker, once nothing but its next token is expected
         # Prompt tokens from the front whose log-probabilities are delivered, or not wanted.
         self._prompt_scored = len(prompt) if params.prompt_logprobs is None else 1
 
@@ -257,6 +258,7 @@ class RequestTracker:
         self._route = route
         self._prefill, self._decode = route.prefill, route.decode
         self._held = []
+        self._steady = ""
         self._computing_whole = route.prefill is None
         wants_logprobs = self.params.logprobs is not None or self._prompt_scored < len(self.prompt)
         self._owed_by_prefill = route.prefill is not None and wants_logprobs
@@ -306,6 +308,8 @@ class RequestTracker:
         logprobs: Logprobs | None = None,
     ) -> Sequence[Effect]:
         """A worker reports a token. `index` counts generated tokens, those of earlier attempts included."""
+        if worker_id == self._steady and attempt == self.attempt and index == len(self.delivered) and finish is None:
+            return self._next_token(token_id, now)
         if attempt != self.attempt or self.state in (RequestState.QUEUED, RequestState.ENDED):
             return _NOTHING
         effects: list[Effect] = []
@@ -355,6 +359,8 @@ class RequestTracker:
             if finish is None and len(self.delivered) >= self.params.max_tokens:
                 effects += self._end(Outcome(FinishReason.LENGTH), now)
                 return effects
+            if worker_id == self._decode and expected > 0 and params.logprobs is None:
+                self._steady = worker_id
         else:
             # The echo of a token that the client may have taken before the decode worker reported it.
             effects += self._credit()
@@ -363,6 +369,17 @@ class RequestTracker:
         if finish is not None:
             effects += self._end(Outcome(finish), now, done=worker_id)
         return effects or _NOTHING
+
+    def _next_token(self, token_id: int, now: float) -> Sequence[Effect]:
+        """What `token` does with nearly all tokens, quickly: the steady decode worker's next one, not its last."""
+        self.timeline.last_token = now
+        self.delivered.append(token_id)
+        self._decode_next = len(self.delivered)
+        if self._sink.push(token_id, False, None):
+            return self._end(Outcome(FinishReason.STOP), now)
+        if len(self.delivered) >= self.params.max_tokens:
+            return self._end(Outcome(FinishReason.LENGTH), now)
+        return _NOTHING
 
     def prompt_logprobs(self, worker_id: str, attempt: int, logprobs: Logprobs, now: float) -> Sequence[Effect]:
         """The worker that computes the prompt reports its tokens' log-probabilities; those delivered are dropped."""
@@ -552,6 +569,7 @@ class RequestTracker:
 
     def _release_all(self, done: str | None, reason: str, served: str = "") -> list[Effect]:
         """Take every holder out; all but `done` and those that were only planned must be told."""
+        self._steady = ""
         holders, self._holders = self._holders, {}
         return [
             Release(worker_id, self.key, sent and worker_id != done, reason, served=worker_id == served)

@@ -35,10 +35,12 @@ class RouterIdentity:
 
 @dataclass(frozen=True, slots=True)
 class SessionTiming:
-    """Seconds: between heartbeats, and of silence (or of standing still) that count as death."""
+    """Seconds: between heartbeats, of silence (or of standing still) that count as death, and for which the return of
+    a window's tokens waits for others to go with."""
 
     heartbeat_s: float
     dead_after_s: float
+    credit_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ class WorkerClient:
         self.member = member
         self.facts: WorkerFacts | None = None
         self.problem = "not connected yet"
-        self.load = WorkerLoad()
+        self._load: WorkerLoad | worker_pb2.Load = WorkerLoad()
         self.load_at = 0.0
         self.draining = False
         self._identity = identity
@@ -143,6 +145,13 @@ class WorkerClient:
     def connected(self) -> bool:
         return self.facts is not None
 
+    @property
+    def load(self) -> WorkerLoad:
+        # A worker reports with each step, and is looked at when there is something to decide: far less often.
+        if isinstance(self._load, worker_pb2.Load):
+            self._load = load_from_proto(self._load)
+        return self._load
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"session-{self.worker_id}")
 
@@ -164,13 +173,13 @@ class WorkerClient:
         self._mail.set()
 
     def credit(self, key: RequestKey, tokens: int) -> None:
-        """Queue the return of so many tokens of a request's window, in one message with those queued just before."""
+        """Queue the return of so many tokens of a request's window, in one message with others of about the time."""
         if self.facts is None:
             return
         if not self._outbox or not self._outbox[-1].HasField("credits"):
             self._outbox.append(worker_pb2.SessionCommand(credits=worker_pb2.Credits()))
+            asyncio.get_running_loop().call_later(self._timing.credit_wait_s, self._mail.set)
         self._outbox[-1].credits.credits.add(request_id=key.request_id, attempt=key.attempt, tokens=tokens)
-        self._mail.set()
 
     async def last_steps(self, count: int) -> worker_pb2.GetStepsReply:
         """What the last `count` steps of the worker's engine did. Raises Unavailable if it does not say."""
@@ -294,7 +303,7 @@ class WorkerClient:
         self._probation, self._stalled = None, False
         # Until the first report, which comes with the first heartbeat, the worker counts as empty.
         blocks = facts.geometry.num_blocks
-        self.load = WorkerLoad(free_blocks=blocks, total_blocks=blocks)
+        self._load = WorkerLoad(free_blocks=blocks, total_blocks=blocks)
         logger.info("session with %s (%s) is up", self.worker_id, facts.role)
         self._listener.on_connected(self)
 
@@ -324,13 +333,12 @@ class WorkerClient:
         match event.WhichOneof("event"):
             case "report":
                 report = event.report
-                load = load_from_proto(report.load)
                 self.load_at = now
-                if self._probation is not None and not self._has_grown(self._probation, load):
+                if self._probation is not None and not self._has_grown(self._probation, report.load):
                     return
-                if load.progress != self.load.progress:
+                if report.load.progress != self._load.progress:
                     self._last_progress = now
-                self.load, self.draining = load, report.draining
+                self._load, self.draining = report.load, report.draining
                 self._listener.on_report(self, report)
             case "reserve":
                 self._pending_reserves.pop((event.reserve.request_id, event.reserve.attempt), None)
@@ -338,7 +346,7 @@ class WorkerClient:
             case other:
                 raise _SessionDead(f"unexpected event {other}")
 
-    def _has_grown(self, facts: WorkerFacts, load: WorkerLoad) -> bool:
+    def _has_grown(self, facts: WorkerFacts, load: worker_pb2.Load) -> bool:
         """Whether probation is over; if so the session is up."""
         if self._first_progress is None:
             self._first_progress = load.progress
@@ -362,12 +370,11 @@ class WorkerClient:
                     await call.write(command)
                 except asyncio.InvalidStateError:
                     raise await _status_of(call) from None
-            if not self._outbox:
-                try:
-                    async with asyncio.timeout(max(0.0, beat_at - self._clock.now())):
-                        await self._mail.wait()
-                except TimeoutError:
-                    pass  # time for a heartbeat
+            try:
+                async with asyncio.timeout(max(0.0, beat_at - self._clock.now())):
+                    await self._mail.wait()
+            except TimeoutError:
+                pass  # time for a heartbeat
 
     async def _watch(self) -> None:
         limit, interval = self._timing.dead_after_s, self._timing.heartbeat_s / 2

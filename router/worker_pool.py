@@ -30,6 +30,10 @@ _CIRCUITS = {
 
 MAX_PROBLEM_CHARS = 1000
 
+MAX_CREDIT_WAIT_S = 0.01
+FASTEST_STREAM = 5000.0
+"""Tokens a second. What is left of a window while its return waits keeps such a stream going."""
+
 
 @dataclass(slots=True)
 class _Assignment:
@@ -99,6 +103,14 @@ class _Book:
         )
 
 
+def credit_wait_s(token_window: int) -> float:
+    """Seconds for which returned tokens may wait for company, so that one message takes those of many requests.
+
+    They are returned a quarter of the window at a time (see `RequestTracker`), so three are left meanwhile.
+    """
+    return min(MAX_CREDIT_WAIT_S, 0.75 * token_window / FASTEST_STREAM)
+
+
 class WorkerPool:
     """Holds one `WorkerClient` per member, by worker id.
 
@@ -120,7 +132,7 @@ class WorkerPool:
         self._config = config
         self._internal = internal
         self._identity = RouterIdentity(config.router_id, incarnation, config.served_name)
-        self._timing = SessionTiming(config.heartbeat_s, config.dead_after_s)
+        self._timing = SessionTiming(config.heartbeat_s, config.dead_after_s, credit_wait_s(config.token_window))
         self._listener = listener
         self._clock = clock
         self._on_change = on_change

@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from router.native.library import address, routing_library
 
+FEW = 4
+"""Workers that are faster gone through one by one."""
+
 WorkerSet = int
 """Bit ``n`` is set if the worker of number ``n`` is in the set. Never negative."""
 
@@ -32,6 +35,12 @@ def spread(column: NDArray[np.float64], sets: Sequence[WorkerSet], values: Seque
 
     Numbers that the column does not have are passed over.
     """
+    if sum(map(int.bit_count, sets)) <= FEW:
+        for workers, value in zip(sets, values, strict=True):
+            for number in members(workers):
+                if number < len(column) and column[number] < value:
+                    column[number] = value
+        return
     size = -(-max(sets, default=0).bit_length() // 64) * 8  # whole words
     packed = b"".join([workers.to_bytes(size, "little") for workers in sets])
     library = routing_library()

@@ -26,16 +26,25 @@ if TYPE_CHECKING:
     from router.policy import RouteRequest
 
 
-_CHOICE = struct.Struct("PPNPPP4dQQ6dQQP")
+_CHOICE = struct.Struct("PPNPPP4dQPQQP")
 """``struct choice`` of routing.c."""
-_BEST = struct.Struct("6d")
-"""``struct best``, in the fields' order of `Best`."""
-
+_PRICES = struct.pack("6dQ", PRICED_TOKENS, WORK_PRICE, HERE_PRICE, STREAM_PRICE, ALIKE, MOST, SPREAD)
+"""``struct prices``."""
+_PRICES_AT = ctypes.cast(ctypes.c_char_p(_PRICES), ctypes.c_void_p).value
 _FLOAT64 = np.dtype(np.float64)
 
 
+class Workspace:
+    """Where C leaves the results of a choice, as long as a fleet's columns."""
+
+    def __init__(self, size: int) -> None:
+        scratch = np.empty(5 * size + 6)
+        self.address = address(scratch)
+        self.best = scratch.data[5 * size :]
+
+
 class NativeCandidates:
-    """See `router.candidates.Candidates`. The fleet must not change meanwhile."""
+    """See `router.candidates.Candidates`. The fleet must not change meanwhile, and there is one of them at a time."""
 
     def __init__(self, library: ctypes.PyDLL, request: RouteRequest, fleet: Fleet) -> None:
         self._library = library
@@ -45,8 +54,9 @@ class NativeCandidates:
         self._cached = None if request.cached is None else _column(request.cached, size)
         self._exclude = fleet.mask_of(request.exclude) if request.exclude else None
         self._avoid = fleet.mask_of(request.avoid) if request.avoid else None
-        self._scratch = np.empty(5 * size + 6)
-        self._best = 8 * 5 * size
+        if fleet.workspace is None:
+            fleet.workspace = Workspace(size)
+        self._best = fleet.workspace.best
         self._choice = _CHOICE.pack(
             *fleet.addresses,
             size,
@@ -58,16 +68,10 @@ class NativeCandidates:
             request.samples - 1,
             request.itl_ms,
             mixed_draw(request.draw),
-            SPREAD,
-            PRICED_TOKENS,
-            WORK_PRICE,
-            HERE_PRICE,
-            STREAM_PRICE,
-            ALIKE,
-            MOST,
+            _PRICES_AT,
             request.interactive,
             fleet.decoders,
-            address(self._scratch),
+            fleet.workspace.address,
         )
         self._there: int = library.pdrt_survey(self._choice)
 
@@ -92,8 +96,9 @@ class NativeCandidates:
         return self._told()
 
     def _told(self) -> Best | None:
-        number, *rest = _BEST.unpack_from(self._scratch.data, self._best)
-        return Best(int(number), *rest) if number >= 0 else None
+        best = self._best
+        number = int(best[0])
+        return Best(number, best[1], best[2], best[3], best[4], best[5]) if number >= 0 else None
 
 
 def native_candidates(request: RouteRequest, fleet: Fleet) -> NativeCandidates | None:

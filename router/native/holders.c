@@ -269,13 +269,14 @@ API ptrdiff_t pdrt_holders_match(const struct table *t, const unsigned char *nam
         size_t low, high;
         uint64_t *holding_low, *holding_high;
     } ranges[RANGES], now;
-    uint64_t *memory = calloc((2 * RANGES + 3) * words, sizeof(uint64_t)), *found = memory;
+    uint64_t *memory = malloc((2 * RANGES + 3) * bytes), *found = memory;
     size_t left = 0;
     ptrdiff_t groups = 0;
     if (!memory)
         return -1;
     now = (struct range){0, count + 1, memory + words, memory + 2 * words};
     memcpy(now.holding_low, among, bytes);
+    memset(now.holding_high, 0, bytes); /* what is behind the last block nobody holds */
     for (size_t r = 0; r < RANGES; r++) {
         ranges[r].holding_low = memory + (3 + 2 * r) * words;
         ranges[r].holding_high = memory + (4 + 2 * r) * words;

@@ -17,6 +17,7 @@ from router.native.library import address, routing_library
 from router.worker_sets import WorkerSet
 
 _WORD = 8
+_FLOAT64 = np.dtype(np.float64)
 
 
 class NativeHolders:
@@ -29,6 +30,7 @@ class NativeHolders:
             raise MemoryError("no memory for an index of prefixes")
         self._match = library.pdrt_holders_match
         self._words = 1  # of a set, as C counts them: for the highest number that ever held anything
+        self._last_packed: tuple[WorkerSet, int, bytes] = (0, 0, b"")
         weakref.finalize(self, library.pdrt_holders_free, self._table)
 
     def __len__(self) -> int:
@@ -55,7 +57,7 @@ class NativeHolders:
 
     def fill(self, column: Column, hashes: Sequence[bytes], joined: bytes, among: WorkerSet, value: float) -> bool:
         assert len(joined) == HASH_BYTES * len(hashes)
-        assert column.dtype == np.float64
+        assert column.dtype is _FLOAT64
         args = len(hashes), self._packed(among), value, address(column), len(column), None, None
         return self._checked(self._match(self._table, joined, *args)) > 0
 
@@ -69,7 +71,13 @@ class NativeHolders:
 
     def _packed(self, among: WorkerSet) -> bytes:
         """Without those who have never held anything."""
-        return (among & (1 << 64 * self._words) - 1).to_bytes(_WORD * self._words, "little")
+        # Mostly it is the same set as the last time, which is the very same object then.
+        last, words, packed = self._last_packed
+        if last is not among or words != self._words:
+            words = self._words
+            packed = (among & (1 << 64 * words) - 1).to_bytes(_WORD * words, "little")
+            self._last_packed = among, words, packed
+        return packed
 
     @staticmethod
     def _checked(groups: int) -> int:

@@ -53,6 +53,12 @@ enum {
     AVOIDED = 1 << 12,
 };
 
+/* What all choices have in common. */
+struct prices {
+    double priced_tokens, work_price, here_price, stream_price, alike, most;
+    uint64_t spread;
+};
+
 /* One choice. */
 struct choice {
     const double *table;    /* [columns, size] */
@@ -62,8 +68,8 @@ struct choice {
     const uint8_t *exclude; /* [size], 0 or 1, or NULL */
     const uint8_t *avoid;   /* the same */
     double prompt_tokens, total_tokens, other_samples, itl_ms;
-    uint64_t draw, spread;
-    double priced_tokens, work_price, here_price, stream_price, alike, most;
+    uint64_t draw;
+    const struct prices *prices;
     uint64_t interactive;   /* batch requests give way to it */
     uint64_t decoders;      /* somebody serves who is there to decode */
     double *scratch;        /* [5, size], and a `struct best` behind that: each function finds what others left */
@@ -195,7 +201,7 @@ static inline void choose(const struct choice *c, int keys, const double *const 
         lows[0] = smaller(costs[i], lows[0]);
     for (size_t k = 0; k < 8; k++)
         lowest = smaller(lows[k], lowest);
-    limit = smaller((1 + c->alike) * lowest, c->most);
+    limit = smaller((1 + c->prices->alike) * lowest, c->prices->most);
     for (i = 0; i < size; i++) {
         rows[count] = i;
         count += costs[i] <= limit;
@@ -216,9 +222,10 @@ static inline void choose(const struct choice *c, int keys, const double *const 
         count = left;
     }
     size_t chosen = rows[0];
-    uint64_t low = ((uint64_t)draws[chosen] ^ c->draw) * c->spread;
+    const uint64_t spread = c->prices->spread;
+    uint64_t low = ((uint64_t)draws[chosen] ^ c->draw) * spread;
     for (size_t r = 1; r < count; r++) {
-        uint64_t mixed = ((uint64_t)draws[rows[r]] ^ c->draw) * c->spread;
+        uint64_t mixed = ((uint64_t)draws[rows[r]] ^ c->draw) * spread;
         if (mixed < low)
             low = mixed, chosen = rows[r];
     }
@@ -234,7 +241,7 @@ static inline void choose(const struct choice *c, int keys, const double *const 
 API CLONES void pdrt_prefill(const struct choice *c, uint64_t who) {
     const size_t size = c->size;
     const struct among among = among_of(c, who);
-    const double price = 1 + c->work_price;
+    const double price = 1 + c->prices->work_price;
     COLUMN(queued_ms); COLUMN(queued_prefill_tokens); COLUMN(requests); COLUMN(decisions);
     SCRATCH(const uint64_t, standing, STANDING);
     SCRATCH(const double, computing_ms, COMPUTING);
@@ -257,7 +264,7 @@ API CLONES void pdrt_decode(const struct choice *c, uint64_t who, const double *
                             double usual, double computed_ms) {
     const size_t size = c->size;
     const struct among among = among_of(c, who);
-    const double priced_tokens = c->priced_tokens, prompt_tokens = c->prompt_tokens;
+    const double priced_tokens = c->prices->priced_tokens, prompt_tokens = c->prompt_tokens;
     COLUMN(requests); COLUMN(free_blocks); COLUMN(decisions); COLUMN(stream_ms); COLUMN(stream_attended_ms);
     SCRATCH(const uint64_t, standing, STANDING);
     SCRATCH(const double, lacking, LACKING);
@@ -284,8 +291,9 @@ API CLONES void pdrt_decode(const struct choice *c, uint64_t who, const double *
 API CLONES void pdrt_whole(const struct choice *c, uint64_t who) {
     const size_t size = c->size;
     const struct among among = among_of(c, who);
-    const double here = 1 + c->work_price + c->here_price, stream_price = c->stream_price;
-    const double priced_tokens = c->priced_tokens, prompt_tokens = c->prompt_tokens;
+    const struct prices *p = c->prices;
+    const double here = 1 + p->work_price + p->here_price, stream_price = p->stream_price;
+    const double priced_tokens = p->priced_tokens, prompt_tokens = c->prompt_tokens;
     COLUMN(queued_ms); COLUMN(queued_prefill_tokens); COLUMN(requests); COLUMN(free_blocks); COLUMN(decisions);
     COLUMN(stream_ms); COLUMN(stream_attended_ms);
     SCRATCH(const uint64_t, standing, STANDING);
