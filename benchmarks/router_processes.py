@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from pdcore.config import RouterConfig
 from pdcore.types import ModelInfo, Role
 from router.service import RouterServer
@@ -224,4 +226,4 @@ def workers_child(tokens: list[int], *, prefill: int, decode: int, step_s: float
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__)
-    asyncio.run(_serve(json.loads(sys.stdin.readline())))
+    uvloop.run(_serve(json.loads(sys.stdin.readline())))  # as routers do

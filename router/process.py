@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import uvloop
+
 from pdcore.config import RouterConfig
 from pdcore.config_json import from_json, load_json
 from pdcore.errors import PdserveError
@@ -54,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         else:
             config = load_json(RouterConfig, Path(arguments[0]))
         config = replace(config, security=with_secret_of(config.security, os.environ))
-        return asyncio.run(_serve(config, from_parent))
+        # Ray's workers run on this loop as well, if it is there.
+        return uvloop.run(_serve(config, from_parent))
     except (PdserveError, OSError) as error:
         print(f"cannot start the router: {error}", file=sys.stderr)
         return FAILED

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
 from pdcore.clock import ManualClock
 from pdcore.types import RequestKey
 from protos import membership_pb2, worker_pb2
 from router.worker_client import RouterIdentity, SessionTiming, WorkerClient
+from router.worker_pool import MAX_CREDIT_WAIT_S, credit_wait_s
 
 
-def client() -> WorkerClient:
+def client(credit_wait_s: float = 0.0) -> WorkerClient:
     made = WorkerClient(
         membership_pb2.WorkerDescription(worker_id="d0"),
         identity=RouterIdentity("r", "1", "m"),
-        timing=SessionTiming(0.5, 3.0),
+        timing=SessionTiming(60.0, 60.0, credit_wait_s),
         listener=None,  # type: ignore[arg-type]  # nothing comes in
         clock=ManualClock(),
         max_message_bytes=1 << 20,
@@ -27,7 +34,7 @@ def order(command: worker_pb2.SessionCommand) -> object:
     return command.WhichOneof("command")
 
 
-def test_credits_share_a_message_and_pass_nothing_that_was_said_before_them() -> None:
+async def test_credits_share_a_message_and_pass_nothing_that_was_said_before_them() -> None:
     session = client()
     session.credit(RequestKey("a", 1), 16)
     session.credit(RequestKey("b", 2), 1)
@@ -41,8 +48,64 @@ def test_credits_share_a_message_and_pass_nothing_that_was_said_before_them() ->
     ]
 
 
-def test_without_a_session_nothing_is_kept_for_later() -> None:
+async def test_without_a_session_nothing_is_kept_for_later() -> None:
     session = client()
     session.facts = None
     session.credit(RequestKey("a", 1), 16)
     assert not session._outbox
+
+
+class Written:
+    """The call's side that takes commands."""
+
+    def __init__(self) -> None:
+        self.orders: asyncio.Queue[object] = asyncio.Queue()
+
+    async def write(self, command: worker_pb2.SessionCommand) -> None:
+        self.orders.put_nowait(order(command))
+
+    async def next(self) -> object:
+        async with asyncio.timeout(10):
+            return await self.orders.get()
+
+
+@asynccontextmanager
+async def writing(session: WorkerClient) -> AsyncIterator[Written]:
+    """The session writes; its first heartbeat is out."""
+    written = Written()
+    task = asyncio.create_task(session._write(written))  # type: ignore[arg-type]  # all that it needs
+    try:
+        assert await written.next() == "heartbeat"
+        yield written
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_credits_go_out_after_a_while_with_those_that_came_meanwhile() -> None:
+    session = client(credit_wait_s=0.01)
+    async with writing(session) as written:
+        session.credit(RequestKey("a", 1), 16)
+        session.credit(RequestKey("b", 1), 16)
+        assert await written.next() == [("a", 1, 16), ("b", 1, 16)]
+        session.credit(RequestKey("c", 1), 16)
+        assert await written.next() == [("c", 1, 16)]
+
+
+async def test_whatever_else_is_said_takes_waiting_credits_along() -> None:
+    session = client(credit_wait_s=60.0)
+    async with writing(session) as written:
+        session.credit(RequestKey("a", 1), 16)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert written.orders.empty()
+        session.send(worker_pb2.SessionCommand(abort=worker_pb2.Abort(request_id="b", attempt=1)))
+        assert await written.next() == [("a", 1, 16)]
+        assert await written.next() == "abort"
+
+
+@pytest.mark.parametrize("window", [1, 4, 64, 10_000])
+def test_a_window_lasts_while_its_credits_wait(window: int) -> None:
+    wait_s = credit_wait_s(window)
+    assert 0 < wait_s <= MAX_CREDIT_WAIT_S
+    assert wait_s * 5000 <= window - window / 4
