@@ -10,7 +10,6 @@ import math
 import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-
 from typing import TYPE_CHECKING
 
 import numpy as np
