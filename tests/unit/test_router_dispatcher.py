@@ -517,6 +517,27 @@ def test_routers_that_see_the_same_draw_by_themselves(policy: str) -> None:
     assert taken[0] == taken[-1]
 
 
+@pytest.mark.parametrize("pools", [1, 3])  # where a ticket is refused, and where the request is
+def test_a_refused_request_tries_again_well_before_its_deadline(pools: int) -> None:
+    world, timeout_s = World(pools), 1.0
+    asked: list[float] = []
+    take_command = world.workers["d0"].take_command
+
+    def refuse(_: worker_pb2.FailureCode.ValueType | None = None) -> None:
+        asked.append(world.loop.time() - began)
+        take_command(BUSY)
+
+    world.workers["d0"].take_command = refuse  # type: ignore[method-assign]
+    began = world.loop.time()
+    call = world.submit(timeout_s=timeout_s)
+    _run(world, 2.0, tick=0.005)
+    assert [end.outcome.finish for end in world.calls[call][0].ends] == [FinishReason.ERROR]
+    assert len(asked) > 5
+    for earlier, later in itertools.pairwise(asked):
+        assert later - earlier <= (timeout_s - earlier) / 2 + 0.01
+    world.close()
+
+
 def test_a_mass_failure_is_no_storm_and_loses_nobody() -> None:
     world = World(1, max_queue=500, max_replays=1, replays_per_s=1.0, replay_share=0.0)
     starts: list[float] = []
