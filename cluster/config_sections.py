@@ -228,7 +228,8 @@ class QueueSection(Section):
     policy: Literal["fcfs", "sjf", "fair", "priority", "static"] = Field(
         default="priority",
         description="fcfs: in order of arrival; sjf: short prompts first, with ageing; fair: the tenant that has had "
-        "least; priority: interactive before standard before batch requests; static: whole batches, a baseline",
+        "least; priority: interactive before standard before batch requests, and within a class as fair; "
+        "static: whole batches, a baseline",
     )
     sjf_age_tokens: int = Field(
         default=32,
@@ -300,7 +301,9 @@ class ClassesSection(Section):
 class TenantSection(Section):
     """One tenant. Limits hold for each router."""
 
-    weight: PositiveFloat = Field(default=1.0, description="queue policy fair: share, relative to the other tenants")
+    weight: PositiveFloat = Field(
+        default=1.0, description="queue policies priority and fair: share, relative to the other tenants"
+    )
     requests_per_minute: int = Field(default=0, ge=0, description="requests that are let in a minute; 0: any number")
     tokens_per_minute: int = Field(
         default=0, ge=0, description="tokens of prompts and outputs a minute; 0: any number"

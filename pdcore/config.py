@@ -35,6 +35,8 @@ TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
 KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
 QUEUE_POLICIES = ("fcfs", "sjf", "fair", "priority", "static")
+SHARING = ("fair", "priority")
+"""Those under which tenants share by weight: all together, or within a class."""
 """Orders of waiting requests; `pdcore.queueing` describes them."""
 MAX_CREDIT_BYTES = 1 << 30
 """Of `transfer.credit_bytes`: each pair of workers sets as much memory aside."""
@@ -80,8 +82,8 @@ def _require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TenantWeight:
-    """A tenant's share under the queue policy `fair`, relative to the others. The entry `OTHERS` is that of each one
-    without an entry, which is 1 if there is none."""
+    """A tenant's share under the queue policies of `SHARING`, relative to the others. The entry `OTHERS` is that of each
+    one without an entry, which is 1 if there is none."""
 
     tenant: str
     weight: float
@@ -96,7 +98,7 @@ class QueueConfig:
         sjf_age_tokens: `sjf`: each later arrival makes a waiting prompt count as so many tokens shorter.
         batch_share: `priority`: of the requests started while batch ones wait, at least this share is of them; of
             the running ones, this share is not made to give way. 0 leaves nothing to batch.
-        tenant_weights: `fair`: weights of tenants (`router.tenants` in the configuration).
+        tenant_weights: `fair`, `priority`: weights of tenants (`router.tenants` in the configuration).
     """
 
     policy: str = "priority"
@@ -110,8 +112,8 @@ class QueueConfig:
         _require(0 <= self.batch_share <= 0.5, "queue.batch_share", self.batch_share, "a number in [0, 0.5]")
         for entry in self.tenant_weights:
             _require(entry.weight > 0, f"router.tenants.{entry.tenant}.weight", entry.weight, "a number > 0")
-            shares = self.policy == "fair" or entry.weight == 1
-            only = "1, unless queue.policy is fair: no other policy shares by weight"
+            shares = self.policy in SHARING or entry.weight == 1
+            only = f"1, unless queue.policy is {' or '.join(SHARING)}: no other policy shares by weight"
             _require(shares, f"router.tenants.{entry.tenant}.weight", entry.weight, only)
 
     def weight(self, tenant: str) -> float:

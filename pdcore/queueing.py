@@ -10,10 +10,10 @@ fair      The tenant that has had least goes first, its oldest request in front.
           that comes back after a time without waiting requests starts level with those that wait: nobody saves up.
           So of two tenants that always have a request waiting, where one request runs at a time, neither counter is
           ever ahead of the other by more than what one request costs, over its weight.
-priority  Interactive requests, then standard, then batch ones; each class in order of arrival. While batch requests
-          wait, at least `batch_share` of the starts are theirs: the oldest of them is passed by fewer than
-          ``1 / batch_share`` others. An engine also takes memory and places from running batch requests for
-          interactive ones (`engine.displacement`).
+priority  Interactive requests, then standard, then batch ones; within a class as `fair`, so in order of arrival where
+          there is one tenant. While batch requests wait, at least `batch_share` of the starts are theirs: the next of
+          them is passed by fewer than ``1 / batch_share`` others. An engine also takes memory and places from running
+          batch requests for interactive ones (`engine.displacement`).
 static    Whole batches in and out: who comes while a batch runs waits until all of it has ended. Kept as the
           baseline that shows what the others are good for.
 ========  ============================================================================================================
@@ -30,11 +30,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
 from pdcore.classes import OTHERS
-from pdcore.config import QueueConfig
+from pdcore.config import SHARING, QueueConfig
 from pdcore.types import PriorityClass
 
 OUTPUT_TOKEN_PRICE = 2
@@ -69,7 +70,8 @@ class QueueState:
     """What a policy knows beside the waiting requests.
 
     Attributes:
-        counters: `fair`: virtual tokens of every tenant that has a request waiting, and of others that had some.
+        counters: `fair`, `priority`: virtual tokens of every tenant that has a request waiting, and of others that
+            had some.
         since_batch: `priority`: starts since the last one of a batch request while such requests waited.
         batch_end: `static`: the newest arrival of the batch that is being let in; -1 while it is closed.
     """
@@ -87,7 +89,7 @@ def service_order(waiting: Sequence[Waiting], config: QueueConfig, state: QueueS
             age = config.sjf_age_tokens
             return iter(sorted(by_arrival, key=lambda i: waiting[i].tokens + age * waiting[i].arrival))
         case "fair":
-            return _fair(waiting, by_arrival, config, state)
+            return _fair(waiting, by_arrival, config, dict(state.counters))
         case "priority":
             return _by_class(waiting, by_arrival, config, state)
         case "static":
@@ -97,36 +99,42 @@ def service_order(waiting: Sequence[Waiting], config: QueueConfig, state: QueueS
 
 
 def _fair(
-    waiting: Sequence[Waiting], by_arrival: Sequence[int], config: QueueConfig, state: QueueState
+    waiting: Sequence[Waiting], by_arrival: Sequence[int], config: QueueConfig, counters: dict[str, float]
 ) -> Iterator[int]:
-    """As if each were started at once, and its prompt charged, before the next is chosen."""
+    """As if each were started at once, and its prompt charged in `counters`, before the next is chosen."""
     queues: dict[str, deque[int]] = {}
     for i in by_arrival:
         queues.setdefault(waiting[i].tenant, deque()).append(i)
-    counters = {tenant: state.counters.get(tenant, 0.0) for tenant in queues}
     while queues:
-        tenant = min(queues, key=lambda name: (counters[name], waiting[queues[name][0]].arrival))
+        tenant = min(queues, key=lambda name: (counters.get(name, 0.0), waiting[queues[name][0]].arrival))
         i = queues[tenant].popleft()
         if not queues[tenant]:
             del queues[tenant]
-        counters[tenant] += waiting[i].price / config.weight(tenant)
+        counters[tenant] = counters.get(tenant, 0.0) + waiting[i].price / config.weight(tenant)
         yield i
 
 
 def _by_class(
     waiting: Sequence[Waiting], by_arrival: Sequence[int], config: QueueConfig, state: QueueState
 ) -> Iterator[int]:
-    batch = deque(i for i in by_arrival if waiting[i].priority is PriorityClass.BATCH)
-    others = [i for i in by_arrival if waiting[i].priority is not PriorityClass.BATCH]
-    lane = deque(sorted(others, key=lambda i: waiting[i].priority))  # stable: the older first among equals
+    counters = dict(state.counters)  # one account, whichever class it is spent in
+    classes: dict[PriorityClass, list[int]] = {priority: [] for priority in PriorityClass}
+    for i in by_arrival:
+        classes[waiting[i].priority].append(i)
+    fair = {priority: _fair(waiting, indices, config, counters) for priority, indices in classes.items()}
+    batch, lane = fair[PriorityClass.BATCH], chain(fair[PriorityClass.INTERACTIVE], fair[PriorityClass.STANDARD])
+    batch_left = len(classes[PriorityClass.BATCH])
+    lane_left = len(waiting) - batch_left
     since = state.since_batch
-    while batch or lane:
-        if batch and (not lane or since + 1 >= batch_period(config)):
+    while batch_left or lane_left:
+        if batch_left and (not lane_left or since + 1 >= batch_period(config)):
             since = 0
-            yield batch.popleft()
+            batch_left -= 1
+            yield next(batch)
         else:
-            since += bool(batch)
-            yield lane.popleft()
+            since += batch_left > 0
+            lane_left -= 1
+            yield next(lane)
 
 
 def batch_period(config: QueueConfig) -> float:
@@ -139,7 +147,7 @@ class QueueBook:
 
     def __init__(self, config: QueueConfig) -> None:
         self.config = config
-        self._fair = config.policy == "fair"
+        self._fair = config.policy in SHARING
         self._weights = {entry.tenant: entry.weight for entry in config.tenant_weights}
         self._other_weight = self._weights.get(OTHERS, 1.0)
         self._counters: dict[str, float] = {}

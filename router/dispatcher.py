@@ -12,7 +12,7 @@ from typing import Any
 from zlib import crc32
 
 from pdcore.clock import Clock
-from pdcore.config import RouterConfig
+from pdcore.config import SHARING, RouterConfig
 from pdcore.errors import (
     DeadlineExceeded,
     Draining,
@@ -208,7 +208,7 @@ class Dispatcher:
         names = PromptNames(request.prompt, request.cache_salt)
         tokens = len(request.prompt)
         # What has to be computed: all of it where prompt tokens are scored.
-        by_tokens = self._config.queue.policy in ("sjf", "fair") or self._config.policy in USES_PREFIXES
+        by_tokens = self._config.queue.policy in ("sjf", *SHARING) or self._config.policy in USES_PREFIXES
         if by_tokens and request.params.prompt_logprobs is None:
             tokens = lacking(tokens, self._prefixes.cached(names))
         entry, charge = self.admission.admit(request, tokens, deadline)

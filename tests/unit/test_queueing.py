@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdcore.config import QUEUE_POLICIES, QueueConfig, TenantWeight
-from pdcore.queueing import MAX_TENANTS, OUTPUT_TOKEN_PRICE, QueueBook, QueueState, Waiting, service_order
+from pdcore.config import QUEUE_POLICIES, SHARING, QueueConfig, TenantWeight
+from pdcore.queueing import (
+    MAX_TENANTS,
+    OUTPUT_TOKEN_PRICE,
+    QueueBook,
+    QueueState,
+    Waiting,
+    batch_period,
+    service_order,
+)
 from pdcore.types import PriorityClass
 
 INTERACTIVE, STANDARD, BATCH = PriorityClass
@@ -56,7 +64,7 @@ CONFIGS = st.builds(
     policy=st.sampled_from(QUEUE_POLICIES),
     sjf_age_tokens=st.integers(1, 60),
     batch_share=st.sampled_from([0.0, 0.1, 0.3, 0.5]),
-) | st.sampled_from([QueueConfig("fair", tenant_weights=WEIGHTS)])
+) | st.sampled_from([QueueConfig(policy, tenant_weights=WEIGHTS) for policy in SHARING])
 
 
 @given(CONFIGS, REQUESTS, st.randoms(use_true_random=False))
@@ -137,10 +145,13 @@ def oracle_fair(events: list[tuple[str, int]], config: QueueConfig) -> list[tupl
     return served
 
 
-class TestFair:
-    @given(REQUESTS)
-    def test_as_by_adding_up_what_each_tenant_had(self, requests: list) -> None:  # type: ignore[type-arg]
-        config = QueueConfig("fair", tenant_weights=(TenantWeight("a", 2.0),))
+@pytest.mark.parametrize("policy", SHARING)
+class TestShares:
+    """Of tenants whose requests are all of one class."""
+
+    @given(requests=REQUESTS)
+    def test_as_by_adding_up_what_each_tenant_had(self, policy: str, requests: list) -> None:  # type: ignore[type-arg]
+        config = QueueConfig(policy, tenant_weights=(TenantWeight("a", 2.0),))
         queue = Queue(config)
         events = [(tenant, tokens) for tokens, tenant, _ in requests]
         for tenant, tokens in events:
@@ -148,14 +159,14 @@ class TestFair:
         assert [(entry.tenant, entry.tokens) for entry in queue.order()] == oracle_fair(events, config)
 
     @given(
-        st.lists(st.tuples(st.integers(1, 300), st.integers(0, 100)), min_size=40, max_size=40),
-        st.sampled_from([1.0, 4.0]),
+        costs=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 100)), min_size=40, max_size=40),
+        weight=st.sampled_from([1.0, 4.0]),
     )
     def test_no_tenant_gets_far_ahead_of_another_that_has_work(
-        self, costs: list[tuple[int, int]], weight: float
+        self, policy: str, costs: list[tuple[int, int]], weight: float
     ) -> None:
         """Both always have a request waiting; requests run one at a time."""
-        queue = Queue(QueueConfig("fair", tenant_weights=(TenantWeight("big", weight),)))
+        queue = Queue(QueueConfig(policy, tenant_weights=(TenantWeight("big", weight),)))
         prompts = {tenant: deque(costs) for tenant in ("big", "small")}
         had: Counter[str] = Counter()
         most = max(tokens + OUTPUT_TOKEN_PRICE * output for tokens, output in costs)
@@ -173,15 +184,15 @@ class TestFair:
             queue.offer(prompts[entry.tenant][0][0], entry.tenant)
             assert abs(had["big"] / weight - had["small"]) <= most / min(weight, 1.0)
 
-    def test_a_tenant_without_an_entry_has_the_weight_of_the_others(self) -> None:
-        queue = Queue(QueueConfig("fair", tenant_weights=(TenantWeight("*", 2.0), TenantWeight("a", 1.0))))
+    def test_a_tenant_without_an_entry_has_the_weight_of_the_others(self, policy: str) -> None:
+        queue = Queue(QueueConfig(policy, tenant_weights=(TenantWeight("*", 2.0), TenantWeight("a", 1.0))))
         for tenant in "aaabbbb":
             queue.offer(10, tenant)
         assert [queue.take().tenant for _ in range(6)] == list("abbabb")  # type: ignore[union-attr]
         assert (queue.config.weight("a"), queue.config.weight("b")) == (1.0, 2.0)
 
-    def test_who_was_idle_has_saved_nothing(self) -> None:
-        queue = Queue(QueueConfig("fair"))
+    def test_who_was_idle_has_saved_nothing(self, policy: str) -> None:
+        queue = Queue(QueueConfig(policy))
         for _ in range(60):
             queue.offer(10, "busy")
         for _ in range(40):
@@ -190,8 +201,8 @@ class TestFair:
             queue.offer(10, "idle")
         assert [queue.take().tenant for _ in range(6)].count("idle") == 3  # type: ignore[union-attr]
 
-    def test_who_had_more_than_its_share_still_has_when_it_comes_back(self) -> None:
-        queue = Queue(QueueConfig("fair"))
+    def test_who_had_more_than_its_share_still_has_when_it_comes_back(self, policy: str) -> None:
+        queue = Queue(QueueConfig(policy))
         queue.offer(1000, "greedy")
         queue.offer(10, "modest")
         queue.take()
@@ -202,8 +213,8 @@ class TestFair:
         queue.offer(10, "greedy")
         assert [queue.take().tenant for _ in range(4)] == ["modest"] * 4  # type: ignore[union-attr]
 
-    def test_output_counts_double(self) -> None:
-        queue = Queue(QueueConfig("fair"))
+    def test_output_counts_double(self, policy: str) -> None:
+        queue = Queue(QueueConfig(policy))
         for _ in range(9):
             queue.offer(10, "a")
             queue.offer(10, "b")
@@ -212,8 +223,8 @@ class TestFair:
         queue.book.generated("a", 15)  # as much as three prompts
         assert [queue.take().tenant for _ in range(4)] == ["b", "b", "b", "a"]  # type: ignore[union-attr]
 
-    def test_who_comes_back_is_not_charged_twice(self) -> None:
-        queue = Queue(QueueConfig("fair"))
+    def test_who_comes_back_is_not_charged_twice(self, policy: str) -> None:
+        queue = Queue(QueueConfig(policy))
         queue.offer(100, "a")
         first = queue.take()
         assert first is not None
@@ -223,8 +234,8 @@ class TestFair:
         queue.take()
         assert queue.book.look(queue.waiting, 0).counters["a"] == 100
 
-    def test_tenants_are_not_remembered_without_end(self) -> None:
-        queue = Queue(QueueConfig("fair"))
+    def test_tenants_are_not_remembered_without_end(self, policy: str) -> None:
+        queue = Queue(QueueConfig(policy))
         for name in range(MAX_TENANTS + 50):
             queue.offer(10, str(name))
             queue.take()
@@ -232,6 +243,24 @@ class TestFair:
 
 
 class TestPriority:
+    @given(REQUESTS, st.sampled_from([0.0, 0.1, 0.3, 0.5]))
+    def test_tenants_share_within_a_class_by_one_account(self, requests: list, share: float) -> None:  # type: ignore[type-arg]
+        config = QueueConfig("priority", batch_share=share, tenant_weights=(TenantWeight("a", 2.0),))
+        queue = Queue(config)
+        for request in requests:
+            queue.offer(*request)
+        had, since = Counter[str](), 0
+        for entry in queue.order():
+            batch = [other for other in queue.waiting if other.priority is BATCH]
+            others = [other for other in queue.waiting if other.priority is not BATCH]
+            turn = batch and (not others or since + 1 >= batch_period(config))
+            since = 0 if turn else since + bool(batch)
+            first = BATCH if turn else min(other.priority for other in others)
+            of_class = [other for other in queue.waiting if other.priority is first]
+            assert entry == min(of_class, key=lambda one: (had[one.tenant], one.arrival))
+            had[entry.tenant] += entry.tokens / config.weight(entry.tenant)  # type: ignore[assignment]
+            queue.waiting.remove(entry)
+
     def test_classes_in_order_and_each_in_order_of_arrival(self) -> None:
         queue = Queue(QueueConfig("priority", batch_share=0.0))
         for priority in (BATCH, STANDARD, INTERACTIVE, BATCH, STANDARD, INTERACTIVE):
