@@ -82,8 +82,8 @@ def _require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TenantWeight:
-    """A tenant's share under the queue policies of `SHARING`, relative to the others. The entry `OTHERS` is that of each
-    one without an entry, which is 1 if there is none."""
+    """A tenant's share under the queue policies of `SHARING`, relative to the others. The entry `OTHERS` is that of
+    each one without an entry, which is 1 if there is none."""
 
     tenant: str
     weight: float
