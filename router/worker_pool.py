@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from pdcore.clock import Clock
 from pdcore.config import CODECS, RouterConfig
@@ -15,8 +14,9 @@ from protos.convert import load_to_proto
 from router.breaker import BreakerPolicy, BreakerState
 from router.fleet import Fleet
 from router.native.library import routing_library
-from router.snapshot import InFlight, WorkerSnapshot
+from router.snapshot import WorkerSnapshot
 from router.validation import Limits
+from router.worker_book import WorkerBook
 from router.worker_client import NO_LONGER_USED, RouterIdentity, SessionListener, SessionTiming, WorkerClient
 from router.worker_health import WorkerHealth
 from router.worker_sets import WorkerNumbers
@@ -33,74 +33,6 @@ MAX_PROBLEM_CHARS = 1000
 MAX_CREDIT_WAIT_S = 0.01
 FASTEST_STREAM = 5000.0
 """Tokens a second. What is left of a window while its return waits keeps such a stream going."""
-
-
-@dataclass(slots=True)
-class _Assignment:
-    """One request on one worker. `report`: the worker's report count when it was assigned."""
-
-    prefill_tokens: int
-    blocks: int
-    report: int
-    priority: PriorityClass
-
-
-@dataclass(slots=True)
-class _Book:
-    """What this router has given to one worker; see `InFlight`."""
-
-    assignments: dict[RequestKey, _Assignment] = field(default_factory=dict)
-    by_class: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
-    prefill_tokens: int = 0
-    new_requests: int = 0
-    new_prefill_tokens: int = 0
-    new_blocks: int = 0
-    report: int = 0
-    decisions: int = 0
-    draining: bool = False
-
-    def assign(self, key: RequestKey, prefill_tokens: int, blocks: int, priority: PriorityClass) -> None:
-        self.assignments[key] = _Assignment(prefill_tokens, blocks, self.report, priority)
-        self.by_class[priority] += 1
-        self.prefill_tokens += prefill_tokens
-        self.new_requests += 1
-        self.new_prefill_tokens += prefill_tokens
-        self.new_blocks += blocks
-        self.decisions += 1
-
-    def prefill_computed(self, key: RequestKey) -> None:
-        assignment = self.assignments.get(key)
-        if assignment is None:
-            return
-        self.prefill_tokens -= assignment.prefill_tokens
-        if assignment.report == self.report:
-            self.new_prefill_tokens -= assignment.prefill_tokens
-        assignment.prefill_tokens = 0
-
-    def release(self, key: RequestKey) -> None:
-        self.prefill_computed(key)
-        assignment = self.assignments.pop(key, None)
-        if assignment is None:
-            return
-        self.by_class[assignment.priority] -= 1
-        if assignment.report == self.report:
-            self.new_requests -= 1
-            self.new_blocks -= assignment.blocks
-
-    def reported(self) -> None:
-        self.report += 1
-        self.new_requests = self.new_prefill_tokens = self.new_blocks = 0
-
-    def in_flight(self) -> InFlight:
-        return InFlight(
-            requests=len(self.assignments),
-            prefill_tokens=self.prefill_tokens,
-            longest_prefill=max((held.prefill_tokens for held in self.assignments.values()), default=0),
-            new_requests=self.new_requests,
-            new_prefill_tokens=self.new_prefill_tokens,
-            new_blocks=self.new_blocks,
-            by_class=tuple(self.by_class),
-        )
 
 
 def credit_wait_s(token_window: int) -> float:
@@ -139,7 +71,7 @@ class WorkerPool:
         self.health = WorkerHealth(BreakerPolicy(failures=config.breaker_failures), clock)
         self._clients: dict[str, WorkerClient] = {}
         self._states: dict[str, membership_pb2.WorkerState.ValueType] = {}
-        self._books: dict[str, _Book] = {}
+        self._books: dict[str, WorkerBook] = {}
         self._exchanges: dict[str, asyncio.Task[None]] = {}
         self.numbers = WorkerNumbers()  # of those with a session
         self._fleet = Fleet()
@@ -203,7 +135,7 @@ class WorkerPool:
     # -- sessions ------------------------------------------------------------------------------------------------
 
     def connected(self, client: WorkerClient) -> None:
-        self._books[client.worker_id] = _Book()
+        self._books[client.worker_id] = WorkerBook()
         self.health.connected(client.worker_id, client.member.incarnation)
         self.numbers.take(client.worker_id)
         self._changed.add(client.worker_id)
