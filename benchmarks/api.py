@@ -26,6 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/engine.py hides the package else
 
+import uvloop
+
 from benchmarks.router_load import STOPS, Load, Stream, percentiles, shown, text_tokens
 from benchmarks.router_processes import SERVED_NAME, Child, cpu_s, router_child, workers_child
 from engine.model_store import resolve_model
@@ -185,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=6000, help="tokens a second that the workers generate")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
-    result = asyncio.run(_run(args))
+    result = uvloop.run(_run(args))
     ttft, streamed = result["ttft_ms"], result["streamed"]
     assert isinstance(ttft, dict)
     assert isinstance(streamed, dict)

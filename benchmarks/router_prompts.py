@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
+import uvloop
 
 from benchmarks.router_load import Load, Stream, percentiles, shown, text_tokens, words
 from benchmarks.router_processes import router_child, workers_child
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    result = asyncio.run(_run(args))
+    result = uvloop.run(_run(args))
     print(f"{args.streams} streams of {args.pace:g} tokens/s are late")
     print(f"  alone:                   {shown(result.alone)}")
     print(f"  beside {args.prompts:g} prompts a second: {shown(result.beside)}")

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
+import uvloop
 
 from benchmarks.router_load import Load, Stream, percentiles, shown, text_tokens
 from benchmarks.router_processes import cpu_s, router_child, workers_child
@@ -158,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    result = asyncio.run(_run(args))
+    result = uvloop.run(_run(args))
     print(
         f"{result.streams} streams, {result.tokens / result.seconds:,.0f} tokens/s of {args.rate:,.0f} asked for, "
         f"{result.messages / result.seconds:,.0f} messages/s for {result.seconds:.1f} s; "

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks.router_load import Load, Stream, percentiles, shown, text_tokens, words
@@ -153,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    ms = asyncio.run(_run(args))
+    ms = uvloop.run(_run(args))
     for name, values in ms.items():
         print(f"{name:14} {shown(values)}")
     hand = ms["by hand"]["median"]
