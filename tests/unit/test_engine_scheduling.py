@@ -83,7 +83,7 @@ def test_a_chunk_may_end_inside_a_block() -> None:
     [
         ("fcfs", ["batch", "long", "short", "b", "now"]),
         ("sjf", ["short", "now", "b", "batch", "long"]),
-        ("priority", ["now", "long", "short", "b", "batch"]),
+        ("priority", ["now", "b", "long", "short", "batch"]),
         ("fair", ["batch", "b", "long", "short", "now"]),
     ],
 )
