@@ -8,6 +8,7 @@ for vLLM and TensorRT-LLM use. Nothing is given twice, and what is not known is 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -356,6 +357,13 @@ def _number(name: str, value: Any) -> float:
         _refuse(name, "a number of usual size", value)
 
 
+def _fraction(name: str, value: Any) -> float:
+    """A number, or one in words: the parameters of the protocol proper know whole numbers only."""
+    if isinstance(value, str) and _DECIMAL.fullmatch(value):
+        return _number(name, float(value))
+    return _number(name, value)
+
+
 def _boolean(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         _refuse(name, "a boolean", value)
@@ -386,14 +394,15 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
 
 
 _U32 = _whole(0, 2**32)
+_DECIMAL = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?")
 
 _SAMPLING: Mapping[str, Read] = {
     "max_tokens": _U32,
     "min_tokens": _U32,
-    "temperature": _number,
+    "temperature": _fraction,
     "top_k": _top_k,
-    "top_p": _number,
-    "min_p": _number,
+    "top_p": _fraction,
+    "min_p": _fraction,
     "seed": _whole(0, 2**64),
     "n": _U32,
     "stop": _list_of(_text),
@@ -401,9 +410,9 @@ _SAMPLING: Mapping[str, Read] = {
     "stop_token_ids": _list_of(_U32),
     "allowed_token_ids": _list_of(_U32),
     "ignore_eos": _boolean,
-    "presence_penalty": _number,
-    "frequency_penalty": _number,
-    "repetition_penalty": _number,
+    "presence_penalty": _fraction,
+    "frequency_penalty": _fraction,
+    "repetition_penalty": _fraction,
     "logit_bias": _logit_bias,
     "include_stop_str_in_output": _boolean,
     "skip_special_tokens": _boolean,

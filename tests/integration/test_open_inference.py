@@ -1,10 +1,11 @@
-"""The Open Inference Protocol, as Triton's own client speaks it, and what that client cannot be made to say."""
+"""The Open Inference Protocol, as Triton's and KServe's own clients speak it, and what they cannot be made to say."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,12 @@ from protos import open_inference_pb2 as pb
 from protos.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from router.client import Sampling
 from tests.integration.test_router_flow import Gate
+from tests.support.certificates import Authority
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import NullWorker
 from tests.support.processes import REPOSITORY
 from tests.support.tiny_model import tiny_llama
+from tests.support.tools import kserve
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +33,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
-async def triton(cluster: NullCluster, scenario: str) -> Any:
-    """What Triton's client makes of it."""
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+async def ran(module: str, *arguments: str, path: str = "") -> Any:
+    """What a client makes of it, in a process of its own. `path`: of its packages, before the others."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.support.triton_client", cluster.router.address, scenario),
+        *(sys.executable, "-m", f"tests.support.{module}", *arguments),
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (path, os.environ.get("PYTHONPATH"))))},
     )
     try:
         out, err = await asyncio.wait_for(process.communicate(), 60.0)
@@ -46,6 +55,10 @@ async def triton(cluster: NullCluster, scenario: str) -> Any:
             await process.wait()
     assert process.returncode == 0, err.decode()[-3000:]
     return json.loads(out)
+
+
+async def triton(cluster: NullCluster, scenario: str) -> Any:
+    return await ran("triton_client", cluster.router.address, scenario)
 
 
 async def text_of(cluster: NullCluster, prompt: str, count: int) -> str:
@@ -146,6 +159,51 @@ async def test_keys_come_as_metadata(model: Path, tmp_path: Path) -> None:
         assert told["live"], "probes need no key"
         assert told["without"][0] == "StatusCode.UNAUTHENTICATED"
         assert told["with"]["text_output"][0].startswith("x")
+
+
+@pytest.mark.timeout(400)  # it may have to be fetched
+async def test_kserve_s_client(model: Path, authority: Authority, tmp_path: Path) -> None:
+    """Without workers, with them, and with TLS, certificates and API keys, in one run of the client."""
+    path = str(await asyncio.to_thread(kserve))
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"{hashlib.sha256(b'right').hexdigest()}: acme\n")
+    mine = authority.client()
+    async with (
+        NullCluster(model, []) as empty,
+        NullCluster(model, pair()) as cluster,
+        NullCluster(
+            model, pair(), tls=authority.public(mutual=True), client_tls=mine, api_keys_file=str(keys)
+        ) as tight,
+    ):
+        addresses = [each.router.address for each in (empty, cluster, tight)]
+        told = await ran("kserve_client", *addresses, mine.ca_file, mine.cert_file, mine.key_file, path=path)
+        unready, plain, secured = told["unready"], told["everything"], told["secured"]
+        hello, you = await text_of(cluster, "hello", 5), await text_of(cluster, "you", 3)
+        assert told["documented"] == await text_of(cluster, "Once upon a time", 32)
+        assert (plain["live"], plain["ready"], plain["model_ready"]) == (True, True, [True, False])
+        assert plain["typed"]["text_output"] == ["BYTES", [1], ["hello" + hello]]
+        assert [plain["typed"][name] for name in ("id", "request_id", "model")] == ["mine", "mine", ["null", "1"]]
+        assert plain["raw"]["text_output"] == ["BYTES", [2], ["hello" + hello, "you" + you]]
+        assert plain["tensors"] | {"id": "", "request_id": ""} == {
+            "id": "",
+            "request_id": "",
+            "model": ["null", "1"],
+            "text_output": ["BYTES", [1], [hello]],
+            "num_output_tokens": ["UINT32", [1], [5]],
+            "finish_reason": ["BYTES", [1], ["length"]],
+        }
+        code, words, request_id = plain["bad"]
+        assert (code, request_id) == ("INVALID_ARGUMENT", "theirs")
+        assert "top_p: must be a number, got 'much'" in words
+        assert plain["unknown"][0] == "NOT_FOUND"
+        assert plain["number"][:2] == ["INVALID_ARGUMENT", "text_input: must be of datatype BYTES, got INT32"]
+        assert plain["late"][0] == "DEADLINE_EXCEEDED"
+        await cluster.empty()
+        assert [unready[name] for name in ("live", "ready", "model_ready")] == [True, False, False]
+        assert unready["infer"][:2] == ["UNAVAILABLE", "no worker is connected"]
+        assert secured["live"]
+        assert (secured["without"][0], secured["nobody"][0]) == ("UNAUTHENTICATED", "UNAVAILABLE")
+        assert secured["with"]["text_output"][2][0].startswith("hello")
 
 
 async def test_the_example_of_the_documentation(model: Path, tmp_path: Path) -> None:
@@ -283,8 +341,7 @@ async def test_an_error_beside_a_write_that_waits_for_its_reader_is_told(model: 
         await cluster.empty()
 
 
-def test_names_and_numbers_are_those_of_triton_s_client() -> None:
-    script = """
+_DESCRIBE = """
 import importlib, json, sys
 module = importlib.import_module(sys.argv[1])
 found = {}
@@ -300,16 +357,28 @@ for file in (module.DESCRIPTOR, *module.DESCRIPTOR.dependencies):
         found |= {value.name: value.number for value in enum.values}
 for method in module.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
     types = [method.input_type.full_name, method.output_type.full_name]
-    found[method.name] = [*types, method.client_streaming, method.server_streaming]
+    found["/" + method.name] = [*types, method.client_streaming, method.server_streaming]
 print(json.dumps(found))
 """
 
-    def described(module: str) -> dict[str, Any]:
-        command = [sys.executable, "-c", script, module]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
 
+def described(module: str) -> dict[str, Any]:
+    """Fields and methods (with ``/`` before them) of a module of stubs."""
+    command = [sys.executable, "-c", _DESCRIBE, module]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+async def test_names_and_numbers_are_triton_s_and_what_is_not_here_says_so(model: Path) -> None:
     ours, theirs = described("protos.open_inference_pb2"), described("tritonclient.grpc.service_pb2")
     assert {name: theirs.get(name) for name in ours} == ours
     assert len(ours) > 80
+    absent = sorted(name for name in theirs.keys() - ours.keys() if name.startswith("/"))
+    assert {"/ModelStatistics", "/RepositoryModelLoad", "/RepositoryModelUnload", "/LogSettings"} <= set(absent)
+    async with NullCluster(model, []) as cluster, grpc.aio.insecure_channel(cluster.router.address) as channel:
+        for name in absent:
+            method = f"/inference.GRPCInferenceService{name}"
+            with pytest.raises(grpc.aio.AioRpcError, match=f"there is no method '{method}' here") as refused:
+                await channel.unary_unary(method)(b"")
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

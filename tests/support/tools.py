@@ -58,6 +58,40 @@ def grpcurl() -> Path:
     return path
 
 
+_KSERVE = Path(__file__).with_name("kserve.txt")
+_NOT_TO_BE_HAD = ("No matching distribution found", "Could not find a version")  # pip says so without a network, too
+
+
+def kserve() -> Path:
+    """A folder to put before the others of PYTHONPATH: KServe's client, and what it needs that is not in our
+    environment. Skips the test where there is none for this Python, or it cannot be had.
+
+    Over our environment instead of in one of its own, which would be 450 MB, and minutes, for the sake of one client.
+    """
+    if sys.version_info >= (3, 14):
+        pytest.skip("kserve 0.21 is for Python 3.10 to 3.13")
+    wanted = hashlib.sha256(_KSERVE.read_bytes()).hexdigest()[:16]
+    place = TOOLS / f"kserve-{wanted}-{sys.version_info.major}.{sys.version_info.minor}"
+    if place.exists():
+        return place
+    TOOLS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=TOOLS) as temporary:
+        fresh = Path(temporary) / "kserve"
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"),
+                *("--no-deps", "--no-compile", "--only-binary", ":all:"),
+                *("--requirement", str(_KSERVE), "--target", str(fresh)),
+            ],
+            capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+        if done.returncode and any(words in done.stderr for words in _NOT_TO_BE_HAD):
+            pytest.skip(f"KServe's client cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
+        assert done.returncode == 0, done.stderr[-2000:]
+        fresh.rename(place)
+    return place
+
+
 def node_modules(folder: Path) -> Path:
     """A copy of a Node program in ``build/`` with what its lock file names; skips the test where there is no Node.
 

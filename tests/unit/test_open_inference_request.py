@@ -185,6 +185,12 @@ def test_defaults_stay_unset() -> None:
     assert dict(bias) == {7: -1.5}
 
 
+@pytest.mark.parametrize(("words", "value"), [("0.5", 0.5), ("2", 2.0), ("-0.25", -0.25)])
+def test_a_fraction_may_come_in_words(words: str, value: float) -> None:
+    """KServe's parameters are whole numbers, booleans and texts."""
+    assert understand(asking("x", presence_penalty=words)).requests[0].sampling.presence_penalty == value
+
+
 def test_each_text_may_have_its_own() -> None:
     asked = understand(
         asking("a", "b", tensors=of("max_tokens", "INT32", 3, 4) | of("temperature", "FP32", 0.0), top_k=5)
@@ -212,7 +218,7 @@ JSONS = [b"{}" + b" " * (1 << 17), b" " * (1 << 17) + b"{}"]
         (asking("a", max_tokens=1.5), "must be a whole number"),
         (asking("a", max_tokens=float("inf")), "must be a whole number"),
         (asking("a", seed=-1), "at least 0"),
-        (asking("a", temperature="hot"), "must be a number"),
+        *((asking("a", temperature=text), "must be a number") for text in ("hot", "", "nan", "1e400", "٣", 50 * "1")),
         (asking("a", stream=1), "stream: must be a boolean"),
         (asking("a", stream=True, exclude_input_in_output=False), "must be true, or left out"),
         (asking("a", beam_width=2), "beam_width: must be 1"),
