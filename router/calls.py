@@ -128,6 +128,7 @@ class Calls:
         Raises:
             RequestError: it was refused, or one of its samples has failed, after what it delivered. Its `request_id`
                 is set; a request that names none gets one first of all.
+            ClientGone: the sink said so. Nothing is to be written any more.
         """
         request_id = request.request_id if usable_id(request.request_id) else new_request_id()
         if not request.request_id:
@@ -186,8 +187,6 @@ class Calls:
             await asyncio.sleep(0)  # what the request's worker is told first goes out before this does
             await sink.begin(call)
             await self._stream_all(call, sink)
-        except ClientGone:
-            return
         finally:
             call.cancel()
             self._running.discard(call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -14,6 +15,7 @@ from google.protobuf.message import DecodeError
 from pdcore.errors import InternalError, InvalidRequest, RequestError, UnknownMethod
 from router.api_keys import Door
 from router.arrivals import Arrivals
+from router.calls import ClientGone
 from router.validation import new_request_id, usable_id
 from router.wire_errors import abort
 
@@ -134,8 +136,11 @@ async def _fail(context: grpc.aio.ServicerContext, error: Exception, request: An
     match error:
         case grpc.aio.AbortError():
             raise error
-        case grpc.aio.InternalError() | grpc.aio.UsageError():
-            raise error  # there is nobody to write to any more, which grpc knows
+        case ClientGone() | grpc.aio.InternalError() | grpc.aio.UsageError():
+            # There is nobody to write to any more. grpc.aio may not know it yet: it would try to end a call that
+            # returns or fails, with metadata for the second time if their sending has failed, and log that as an
+            # error nobody handles. It leaves a call that is cancelled alone.
+            raise asyncio.CancelledError from error
         case RequestError():
             failure = error
             failure.request_id = failure.request_id or _id_of(request)

@@ -45,7 +45,7 @@ class InferStream:
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Raises what ends the stream early: RequestError, and Draining once what ran has been answered."""
+        """Raises what ends the stream early: RequestError, Draining once what ran has been answered, ClientGone."""
         reading: asyncio.Task[Any] | None = None
         draining = asyncio.ensure_future(self._draining.wait())
         over = False
@@ -69,8 +69,6 @@ class InferStream:
                 over = over or self._draining.is_set()
             if self._draining.is_set():
                 raise Draining("the router is draining: open a new stream, which another router takes")
-        except ClientGone:
-            return
         finally:
             tasks = [task for task in (*self._running, draining, reading) if task is not None]
             for task in tasks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from pdcore.config import RouterConfig
 from pdcore.errors import ConfigError, InvalidRequest, ModelError, Unavailable, UnknownModel
 from pdcore.types import ModelInfo, Role
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, worker_pb2
+from router.calls import ClientGone
 from router.client import AsyncClient, Client, Sampling, build_request
+from router.generation_service import _Stream
 from router.service import RouterServer
 from tests.integration.test_router_flow import Gate, expected
 from tests.support.null_cluster import NullCluster, pair, until
@@ -134,6 +137,40 @@ async def test_what_is_no_message_is_the_client_s_mistake(
             assert info.metadata["request_id"]
         assert (await cluster.client.complete([1], Sampling(max_tokens=2))).finish_reason == "length"
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("gone", ["metadata", "message"])
+async def test_nothing_is_written_once_a_client_has_gone(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gone: str
+) -> None:
+    """It went while metadata was sent, and nobody had told grpc.aio: the call returned, and was ended with metadata for
+    the second time, of which grpc's core wants to hear nothing (TOO_MANY_OPERATIONS, with a traceback)."""
+    reached = asyncio.Event()
+
+    async def fails_halfway(stream: _Stream, *_: object) -> None:
+        sending = asyncio.ensure_future(stream._context.send_initial_metadata(()))
+        await asyncio.sleep(0)
+        sending.cancel()
+        reached.set()
+        raise ClientGone
+
+    async with NullCluster(model, pair()) as cluster:
+        if gone == "message":
+            monkeypatch.setattr(_Stream, "begin", _nothing)
+        monkeypatch.setattr(_Stream, "begin" if gone == "metadata" else "write", fails_halfway)
+        answer = asyncio.ensure_future(cluster.client.complete([1], Sampling(max_tokens=2), timeout_s=60.0))
+        await reached.wait()
+        await asyncio.sleep(0.1)
+        answer.cancel()
+        await cluster.empty()
+        await until(lambda: cluster.dispatcher.running == 0, "the router forgot it")
+        gc.collect()
+        await asyncio.sleep(0)
+    assert "Traceback" not in caplog.text
+
+
+async def _nothing(*_: object) -> None:
+    """A sink that begins without a word."""
 
 
 async def test_no_method_answers_with_an_exception_s_text(
