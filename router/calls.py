@@ -88,6 +88,15 @@ class Call:
             sample.cancel()
 
 
+@dataclass(slots=True, eq=False)
+class _Preparing:
+    """A request that is being looked at, and not let in yet. `cancelled`: by its id, meanwhile."""
+
+    request_id: str
+    caller: str | None
+    cancelled: bool = False
+
+
 class Calls:
     """What the router does for its clients. Everything happens on one event loop."""
 
@@ -100,6 +109,7 @@ class Calls:
         self._dispatcher = dispatcher
         self._claims = claims
         self.metrics = CallMetrics()
+        self._preparing: set[_Preparing] = set()
         self._running: set[Call] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -136,11 +146,17 @@ class Calls:
         arrived = self.clock.now()
         deadline = None if remaining_s is None else arrived + remaining_s
         let_in = False
+        preparing = _Preparing(request_id, caller)
+        self._preparing.add(preparing)
         try:
             checked, texts = await self._checked(request, caller)
             async with self._claims.held(checked.tenant, checked.idempotency_key, checked.request_id) as claim:
                 samples = self._dispatcher.submit(checked, texts, deadline)
                 let_in = True
+                self._preparing.discard(preparing)
+                if preparing.cancelled:  # it ends as others do that are cancelled
+                    for sample in samples:
+                        sample.cancel()
                 task = asyncio.current_task()
                 assert task is not None
                 await self._run(Call(checked, samples, task, arrived, claim), sink)
@@ -149,6 +165,8 @@ class Calls:
             if not let_in:
                 self.metrics.refused(error)
             raise
+        finally:
+            self._preparing.discard(preparing)
 
     async def _checked(
         self, request: generation_pb2.GenerateRequest, caller: str | None
@@ -269,8 +287,15 @@ class Calls:
     # -- the small ones ------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str, caller: str | None) -> bool:
-        """End a running request, of the tenant `caller` if that is not None. Returns whether there was one."""
-        return self._dispatcher.cancel(request_id, caller)
+        """End a request, of the tenant `caller` if that is not None. Returns whether there was one.
+
+        One that has still to be tokenized ends once it is.
+        """
+        found = self._dispatcher.cancel(request_id, caller)
+        for each in self._preparing:
+            if each.request_id == request_id and caller in (None, each.caller):
+                each.cancelled = found = True
+        return found
 
     def is_running(self, request_id: str) -> bool:
         """Whether the id is taken at present."""

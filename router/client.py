@@ -22,7 +22,7 @@ A client made with ``retry=Retry()`` comes again by itself, within bounds. Where
 `api_key`; where it has TLS, `tls`, or an address with ``https://``.
 
 With several routers (``"a:50051,b:50051"``) calls begin at each in turn. One that is unavailable gives way to the
-next, until the first event of an answer has come.
+next, until the first event of an answer has come; one that drains is asked last for a few seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from router.client_messages import (
 )
 from router.client_retry import NEVER, Retry
 from router.client_stream import AsyncStream, Completion, Event, Progress, Stream, finish_reason_name
-from router.failover import Deadline, Rotation, raise_unless_next
+from router.failover import Deadline, Rotation
 from router.wire_errors import error_of
 from security.client import aio_client_channels, client_channels
 
@@ -207,7 +207,7 @@ class Client:
                         progress.check_complete()
                         return
                     except grpc.RpcError as error:
-                        raise_unless_next(error, progress.begun or last)
+                        self._stubs.failed(stub, error, progress.begun or last)
                     finally:
                         call.cancel()
             except RequestError as error:
@@ -282,7 +282,7 @@ class Client:
                         timeout = tries.deadline.left_s
                         return getattr(stub, method)(request, timeout=timeout, metadata=self._metadata)
                     except grpc.RpcError as error:
-                        raise_unless_next(error, last)
+                        self._stubs.failed(stub, error, last)
             except RequestError as error:
                 wait = tries.wait_s(error)
             time.sleep(wait)
@@ -356,7 +356,7 @@ class AsyncClient:
                         progress.check_complete()
                         return
                     except grpc.RpcError as error:
-                        raise_unless_next(error, progress.begun or last)
+                        self._stubs.failed(stub, error, progress.begun or last)
                     except asyncio.CancelledError:  # of the call, unless it is of this task
                         task = asyncio.current_task()
                         if not progress.cancelled.is_set() or (task is not None and task.cancelling()):
@@ -436,7 +436,7 @@ class AsyncClient:
                         timeout = tries.deadline.left_s
                         return await getattr(stub, method)(request, timeout=timeout, metadata=self._metadata)
                     except grpc.RpcError as error:
-                        raise_unless_next(error, last)
+                        self._stubs.failed(stub, error, last)
             except RequestError as error:
                 wait = tries.wait_s(error)
             await asyncio.sleep(wait)

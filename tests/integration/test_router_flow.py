@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,10 @@ from pdcore.config import KvCodecByClass, QueueConfig
 from pdcore.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ReplaysExhausted, Unavailable
 from pdcore.types import RequestKey, Role
 from protos import worker_pb2
+from router import calls
 from router.client import AsyncClient, Sampling
 from router.tracker import RequestTracker
+from router.validation import validate
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import NullWorker, token_of
 from tests.support.tiny_model import tiny_llama
@@ -763,6 +766,37 @@ async def test_an_end_from_outside_frees_every_worker_once(model: Path, state: s
         # Nothing is broken: the next request runs.
         gate.opened.set()
         assert (await cluster.client.complete([1], Sampling(max_tokens=5))).finish_reason == "length"
+
+
+async def test_a_request_is_found_and_cancelled_while_its_prompt_is_looked_at(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, opened = asyncio.Event(), asyncio.Event()
+
+    async def slowly(*arguments: Any, **named: Any) -> Any:
+        reached.set()
+        await opened.wait()
+        return await validate(*arguments, **named)
+
+    async with NullCluster(model, pair()) as cluster:
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "validate", slowly)
+            tasks = [
+                asyncio.ensure_future(cluster.client.samples([2, 2], Sampling(max_tokens=9, n=n), request_id=name))
+                for name, n in (("r", 2), ("other", 1))
+            ]
+            await reached.wait()
+            await until(lambda: len(cluster.router._calls._preparing) == 2, "both are looked at")
+            assert not cluster.router._calls.cancel("r", "somebody else")
+            assert await cluster.client.cancel("r")
+            assert not await cluster.client.cancel("s")
+            opened.set()
+            ended, other = await asyncio.gather(*tasks)
+        assert [answer.finish_reason for answer in ended] == ["cancelled"] * 2
+        assert [answer.finish_reason for answer in other] == ["length"]
+        assert not await cluster.client.cancel("r")
+        assert not cluster.router._calls._preparing
+        await cluster.empty()
 
 
 @pytest.mark.parametrize("how", ["rpc", "disconnect", "deadline"])

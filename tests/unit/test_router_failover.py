@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
 from pdcore.addresses import split_addresses
-from router.failover import Deadline, Rotation
+from pdcore.errors import Draining, InvalidRequest, NoWorker, RequestError
+from router.failover import REST_S, Deadline, Rotation
+from router.wire_errors import status_of
 
 
 def test_addresses_are_split() -> None:
@@ -30,6 +33,50 @@ def test_every_call_begins_at_the_next_router_and_tries_each_once() -> None:
         ["a", "b", "c"],
     ]
     assert all([last for _, last in call] == [False, False, True] for call in calls)
+
+
+class Failure(grpc.RpcError):
+    """A call that ended with a status, as grpc has it."""
+
+    def __init__(self, error: RequestError) -> None:
+        self._status = status_of(error)
+
+    def code(self) -> grpc.StatusCode:
+        return next(code for code in grpc.StatusCode if code.value[0] == self._status.code)
+
+    def details(self) -> str:
+        return self._status.message
+
+    def initial_metadata(self) -> tuple[()]:
+        return ()
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return (("grpc-status-details-bin", self._status.SerializeToString()),)
+
+
+def test_a_router_that_drains_is_asked_last_and_comes_back() -> None:
+    now = 0.0
+    turns = Rotation(["a", "b", "c"], lambda: now)
+
+    def order() -> list[str]:
+        call = list(turns.take())
+        assert [last for _, last in call] == [False, False, True]
+        return [name for name, _ in call]
+
+    turns.failed("b", Failure(Draining("it drains")), final=False)
+    assert [order() for _ in range(3)] == [["a", "c", "b"], ["c", "a", "b"], ["c", "a", "b"]]
+    with pytest.raises(Draining):
+        turns.failed("c", Failure(Draining("it drains, too", 2 * REST_S)), final=True)
+    assert order() == ["a", "b", "c"]
+    now = REST_S
+    assert [order() for _ in range(2)] == [["b", "a", "c"], ["a", "b", "c"]]
+    now = 2 * REST_S
+    assert [order() for _ in range(3)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+    # Others that are unavailable keep their turn; what would be the same everywhere is raised at once.
+    turns.failed("a", Failure(NoWorker("none")), final=False)
+    assert order() == ["a", "b", "c"]
+    with pytest.raises(InvalidRequest):
+        turns.failed("b", Failure(InvalidRequest("prompt", "is bad")), final=False)
 
 
 def test_what_is_left_of_a_deadline_is_never_less_than_nothing() -> None:
