@@ -31,6 +31,10 @@ _PUBLIC_KEEPALIVE = (
     ("grpc.http2.max_ping_strikes", 0),
 )
 
+# Of a connection that has still to become one: gRPC's own two minutes, times those who connect and say nothing, would
+# keep all others out.
+_HANDSHAKE = (("grpc.server_handshake_timeout_ms", 10_000),)
+
 
 def _message_limits(max_message_bytes: int) -> Options:
     return (
@@ -53,7 +57,7 @@ def internal_channel_options(max_message_bytes: int) -> Options:
 
 def public_server_options(max_message_bytes: int) -> Options:
     """The public port. Without so_reuseport=0 a second router on a taken port would bind silently."""
-    return (*_PUBLIC_KEEPALIVE, *_message_limits(max_message_bytes), ("grpc.so_reuseport", 0))
+    return (*_PUBLIC_KEEPALIVE, *_HANDSHAKE, *_message_limits(max_message_bytes), ("grpc.so_reuseport", 0))
 
 
 def connection_limits(config: RouterConfig) -> Options:

@@ -18,6 +18,7 @@ from router.metrics import RouterMetrics
 from router.openai.app import make_app
 from router.openai.connection import Connection
 from router.openai.face import Face
+from router.openai.handshakes import Handshakes
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,10 @@ class HttpServer:
             backlog=_BACKLOG,
         )
         settings.load()
-        settings.ssl = tls
         self._server = uvicorn.Server(settings)
+        self._server.servers = []
+        self._tls = tls
+        self._handshakes: Handshakes | None = None
         self._server.lifespan = settings.lifespan_class(settings)
         self._ticking: asyncio.Task[None] | None = None
 
@@ -87,10 +90,19 @@ class HttpServer:
         """Listen, and set `address` (``host:port``). Raises ConfigError if the port is taken."""
         listener = listen(self._config.host, self._config.http_port)
         port = listener.getsockname()[1]
-        await self._server.startup(sockets=[listener])
+        if self._tls is None:
+            await self._server.startup(sockets=[listener])
+        else:
+            self._handshakes = Handshakes(listener, self._connection, self._tls)
+            self._handshakes.start()
         # Keeps the date of the responses; nothing ever tells it to exit.
         self._ticking = asyncio.create_task(self._server.main_loop(), name="router-http")
         self.address = f"{self._config.host}:{port}"
+
+    def _connection(self) -> Connection:
+        """As uvicorn makes one."""
+        server = self._server
+        return Connection(config=server.config, server_state=server.server_state, app_state=server.lifespan.state)
 
     async def stop(self, grace_s: float) -> None:
         """Answers that are being written get `grace_s` seconds, then every connection ends. Idempotent."""
@@ -102,6 +114,8 @@ class HttpServer:
         state = self._server.server_state
         for server in self._server.servers:
             server.close()
+        if self._handshakes is not None:
+            await self._handshakes.stop()
         for connection in list(state.connections):
             connection.shutdown()
         if state.tasks:

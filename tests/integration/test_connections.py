@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,6 +24,7 @@ from protos import generation_pb2_grpc
 from router import channels, service
 from router.arrivals import Arrivals
 from router.client import AsyncClient, Sampling, build_request
+from router.openai.handshakes import HANDSHAKE_S
 from tests.integration.test_router_flow import Gate, expected
 from tests.support.http2 import Http2Connection
 from tests.support.null_cluster import NullCluster, pair, until
@@ -85,6 +88,51 @@ async def test_an_idle_client_stays_and_one_that_vanished_is_noticed(
         await cluster.empty()
         await until(lambda: idle.pinged >= 5, "the idle one is asked whether it is there")
         assert (idle.goaway, idle.ended) == (None, False)
+
+
+async def test_what_is_said_of_connections_is_what_servers_are_made_with(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other tests run with shorter times; this one holds the real ones to the documents."""
+    made: list[dict[str, int]] = []
+    make = grpc.aio.server
+
+    def server(*arguments: Any, options: Sequence[tuple[str, int]] = (), **named: Any) -> grpc.aio.Server:
+        made.append(dict(options))
+        assert len(made[-1]) == len(options), "each once"
+        return make(*arguments, options=options, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grpc.aio, "server", server)
+        async with NullCluster(model, []) as cluster:
+            config = cluster.router.config
+    (options,) = (each for each in made if "grpc.max_allowed_incoming_connections" in each)
+    said = " ".join((REPOSITORY / "docs" / "grpc.md").read_text().split())
+    (every, within) = re.findall(r"Every (\d+) s without news .* without an answer for (\d+) s the connection", said)[
+        0
+    ]
+    (handshake,) = re.findall(r"must be encrypted within (\d+) s", said)
+    assert options["grpc.keepalive_time_ms"] == 1000 * int(every)
+    assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == 1000 * int(within)
+    assert options["grpc.server_handshake_timeout_ms"] == 1000 * int(handshake) == 1000 * HANDSHAKE_S
+    assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert (options["grpc.http2.max_ping_strikes"], options["grpc.http2.max_pings_without_data"]) == (0, 0)
+    assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] == 0
+    # Whatever else would send somebody away who is idle, or has been there for days, is left as it is: off.
+    assert not [name for name in options if "idle" in name or "connection_age" in name]
+    limits = {
+        "grpc.max_receive_message_length": config.max_message_bytes,
+        "grpc.max_send_message_length": config.max_message_bytes,
+        "grpc.max_metadata_size": config.max_metadata_bytes,
+        "grpc.absolute_max_metadata_size": config.max_metadata_bytes,
+        "grpc.max_concurrent_streams": config.max_streams_per_connection,
+        "grpc.max_allowed_incoming_connections": config.max_connections,
+    }
+    assert options | limits == options
+    # Clients of ours ask while something runs, and seldom.
+    ours = dict(channels.client_options(1, 1))
+    assert "grpc.keepalive_permit_without_calls" not in ours
+    assert ours["grpc.keepalive_time_ms"] >= 60_000
 
 
 # -- health ---------------------------------------------------------------------------------------------------------

@@ -143,8 +143,8 @@ async def test_what_is_no_message_is_the_client_s_mistake(
 async def test_nothing_is_written_once_a_client_has_gone(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gone: str
 ) -> None:
-    """It went while metadata was sent, and nobody had told grpc.aio: the call returned, and was ended with metadata for
-    the second time, of which grpc's core wants to hear nothing (TOO_MANY_OPERATIONS, with a traceback)."""
+    """It went while metadata was sent, and nobody had told grpc.aio: the call returned, and was ended with metadata
+    for the second time, of which grpc's core wants to hear nothing (TOO_MANY_OPERATIONS, with a traceback)."""
     reached = asyncio.Event()
 
     async def fails_halfway(stream: _Stream, *_: object) -> None:
