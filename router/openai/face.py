@@ -38,6 +38,8 @@ from router.openai.tokens import DetokenizeRequest, TokenizeRequest, to_tokenize
 
 M = TypeVar("M", bound=Message)
 OWNER = "pdserve"
+MANY_BYTES = 1 << 16
+"""Of a body: less is read in a millisecond or a few."""
 
 
 class Exchange:
@@ -108,7 +110,10 @@ class Face:
 
     async def _parsed(self, exchange: Exchange, kind: type[M]) -> M:
         body = await read_body(exchange.receive, exchange.scope["headers"], self._max_body_bytes)
-        return parse(kind, body)
+        message = parse(kind, body)
+        if len(body) > MANY_BYTES:  # others have waited for long enough, and what follows may take as long again
+            await asyncio.sleep(0)
+        return message
 
     # -- generation --------------------------------------------------------------------------------------------
 
