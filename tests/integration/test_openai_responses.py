@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -235,3 +236,32 @@ async def test_a_stream_that_fails_says_so(model: Path, actor: Actor) -> None:
         assert seen[-1].response.output[0].content[0].text == "Fine,"
         assert [event.sequence_number for event in seen] == list(range(len(seen)))
         await until(lambda: not cluster.dispatcher.running, "the request is over")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+async def test_a_stream_with_calls_may_be_cut_anywhere(
+    cluster: Cluster, actor: Actor, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """By its client, after each piece that came; then nothing runs on, and nothing is logged as a fault of ours."""
+    actor.says(TWO)
+    body: dict[str, Any] = {"model": "null", "stream": True}
+    if path == "/v1/responses":
+        body |= {"input": "Well?", "tools": [TOOL, CLOCK]}
+    else:
+        clock = {"type": "function", "function": {"name": "clock"}}
+        body |= {"messages": [{"role": "user", "content": "Well?"}], "tools": [WEATHER, clock], "n": 2}
+    cut, over = 0, False
+    async with httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as client:
+        while not over:
+            cut += 3
+            async with client.stream("POST", path, json=body) as response:
+                assert response.status_code == 200
+                events = response.aiter_lines()
+                came = 0
+                while came < cut and not over:
+                    over = await anext(events, None) is None
+                    came += 1
+    assert cut > 20
+    await cluster.empty()
+    await until(lambda: cluster.dispatcher.running == 0, "the router forgot them")
+    assert "Traceback" not in caplog.text
