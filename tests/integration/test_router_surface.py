@@ -21,6 +21,7 @@ from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grp
 from router.calls import ClientGone
 from router.client import AsyncClient, Client, Sampling, build_request
 from router.generation_service import _Stream
+from router.guard import _with_status
 from router.service import RouterServer
 from tests.integration.test_router_flow import Gate, expected
 from tests.support.null_cluster import NullCluster, pair, until
@@ -171,6 +172,15 @@ async def test_nothing_is_written_once_a_client_has_gone(
 
 async def _nothing(*_: object) -> None:
     """A sink that begins without a word."""
+
+
+@pytest.mark.parametrize("error", [ClientGone(), grpc.aio.UsageError("over"), grpc.aio.InternalError("broken")])
+async def test_a_call_that_has_nobody_to_write_to_ends_as_a_cancelled_one(error: Exception) -> None:
+    async def method(*_: object) -> None:
+        raise error
+
+    with pytest.raises(asyncio.CancelledError):
+        await _with_status(method)(None, None)
 
 
 async def test_no_method_answers_with_an_exception_s_text(
