@@ -8,12 +8,22 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 
 from router import channels
 from router.openai import handshakes
 from tests.support.certificates import Authority
 from tests.support.null_cluster import NullCluster, until
 from tests.support.tiny_model import tiny_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy.:DeprecationWarning")
+
+
+@pytest.fixture(params=[uvloop.EventLoopPolicy, asyncio.DefaultEventLoopPolicy], ids=["uvloop", "asyncio"])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    """Routers run on the first; whoever has one within another program, on any."""
+    policy: asyncio.AbstractEventLoopPolicy = request.param()
+    return policy
 
 
 @pytest.fixture(scope="module")
