@@ -374,7 +374,8 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         # costs seconds and hundreds of megabytes.
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
+        converted: Tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
+        return converted
     except Exception as error:  # both libraries raise bare Exception
         raise ModelError(f"no usable tokenizer in {folder}: {error}") from error
 

@@ -220,7 +220,7 @@ def _refuse_length_dependent_rope(config: Any, max_len: int, folder: Path) -> No
 
 def _load(folder: Path, storage: torch.dtype) -> Any:
     """A `transformers.PreTrainedModel`."""
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     auto: Any = AutoModelForCausalLM
     try:
         model, report = auto.from_pretrained(
