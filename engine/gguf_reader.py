@@ -13,13 +13,15 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pdcore.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -239,6 +241,8 @@ def hf_tensors(file: GgufFile, config: dict[str, Any]) -> Iterator[tuple[str, to
 
     Raises `ModelError` for a tensor that this model family does not have.
     """
+    import torch  # seconds: whoever only looks for a model, or reads what a file says, does without
+
     for source in file.tensors:
         if source == _ROPE_FACTORS:
             continue
