@@ -74,7 +74,10 @@ def test_a_ray_that_does_not_answer_cannot_keep_serve_from_ending(tmp_path: Path
         mute.bind(("127.0.0.1", 0))
         mute.listen()  # connections are taken by the kernel, and nobody ever says a word
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        serve = ServeProcess("--model", str(model), "--grpc-port", "0", "--http-port", "0", "--ray-address", address)
+        serve = ServeProcess(
+            "--model", str(model), "--grpc-port", "0", "--http-port", "0", "--ray-address", address,
+            shorter={"_SIGN_OF_LIFE_S": 1.0, "_LEAVE_RAY_S": 1.0},
+        )  # fmt: skip
         try:
             serve.wait_for("joining Ray", 60)
             serve.wait_for("waiting for Ray", 30)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -17,14 +18,22 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class ServeProcess:
-    """One serve process in a process group of its own, with its output read as it comes."""
+    """One serve process in a process group of its own, with its output read as it comes.
 
-    def __init__(self, *arguments: str) -> None:
+    Args:
+        shorter: bounds of `cluster.controller`, by name: what they are instead, for a test that has to wait for them.
+    """
+
+    def __init__(self, *arguments: str, shorter: Mapping[str, float] | None = None) -> None:
         self.output = ""
         self.address = ""
         self._more = threading.Condition()
+        program = ["-m", "cluster"]
+        if shorter:
+            changes = "; ".join(f"assert controller.{name}; controller.{name} = {s}" for name, s in shorter.items())
+            program = ["-c", f"from cluster import controller; {changes}; from cluster.cli.main import main; main()"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", "serve", *arguments],
+            [sys.executable, *program, "serve", *arguments],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
