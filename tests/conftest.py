@@ -62,5 +62,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the file that takes longest, so that no process ends long after the others."""
-    items.sort(key=lambda item: item.path.name != "test_real_model.py")
+    """Begin with the file that takes longest, so that no process ends long after the others.
+
+    Files that start a Ray keep all cores at work by themselves: they are spread over the run, far from each other.
+    """
+    files = {item.path: item.get_closest_marker("ray") is not None for item in items}
+    rest = [path for path, starts_ray in files.items() if not starts_ray]
+    rest.sort(key=lambda path: path.name != "test_real_model.py")
+    rays = [path for path, starts_ray in files.items() if starts_ray]
+    step = len(rest) // (len(rays) + 1)
+    for number, path in reversed([*enumerate(rays, 1)]):
+        rest.insert(number * step, path)
+    rank = {path: number for number, path in enumerate(rest)}
+    items.sort(key=lambda item: rank[item.path])
