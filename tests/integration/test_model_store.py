@@ -72,8 +72,8 @@ def test_weights_equal_those_of_transformers(tiny_gguf: Path, converted: tuple[P
 @pytest.mark.model
 @pytest.mark.timeout(300)
 def test_demo_weights_equal_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The reference asks for the same table for each of its modules, and cuts each word of the vocabulary out of a memory
-    # map, which costs much more than out of an array.
+    # The reference asks for the same table for each of its modules, and cuts each word of the vocabulary out of a
+    # memory map, which costs much more than out of an array.
     monkeypatch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
     monkeypatch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
     source = PACKAGED[0].locate()
