@@ -41,7 +41,7 @@ $(STAMP):
 	  echo "pdserve needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12" >&2; \
 	  exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV): about 2.5 GB, 2 to 5 minutes on two cores"
+	@echo "installing into $(VENV): about 2.5 GB, 2 to 6 minutes on two cores"
 	@# The pip that Python brings needs three times as long to find out what belongs together.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip
 	@# Most of these modules are never imported. Those that are get compiled then, the usual ones at once.
