@@ -31,7 +31,7 @@ class Prefill(NamedTuple):
     remaining: int
     context: int = 0
     started: bool = True
-    rank: float = 0.0
+    rank: tuple[float, float] = (0.0, 0.0)
     lane: PriorityClass = PriorityClass.STANDARD
 
 

@@ -38,7 +38,7 @@ from typing import NamedTuple
 from engine.budget import Prefill, PrefillPlaces, prefill_budget, split_prefill_budget
 from engine.displacement import displace, standing_claim, yielding
 from engine.preemption import Shortage, headroom
-from pdcore.config import SchedulerConfig
+from pdcore.config import SHARING, SchedulerConfig
 from pdcore.queueing import QueueState, Waiting, service_order
 from pdcore.step_time import StepShape, StepTime
 from pdcore.types import PriorityClass, RequestKey
@@ -385,12 +385,11 @@ def _admit(
 
 
 def _prefill(view: SequenceView, snapshot: SchedulerSnapshot, config: SchedulerConfig) -> Prefill:
-    """A sequence as the budget sees it. Its rank is by class or tenant, if the queue's policy goes by these."""
-    rank = 0.0
-    if config.queue.policy == "priority":
-        rank = float(view.priority)
-    elif config.queue.policy == "fair":
-        rank = snapshot.queue.counters.get(view.tenant, 0.0)
+    """A sequence as the budget sees it. Its rank is by class and tenant, if the queue's policy goes by these."""
+    policy = config.queue.policy
+    by_class = float(view.priority) if policy == "priority" else 0.0
+    had = snapshot.queue.counters.get(view.tenant, 0.0) if policy in SHARING else 0.0
+    rank = (by_class, had)
     return Prefill(view.known - view.computed, view.computed, view.blocks > 0, rank, view.priority)
 
 

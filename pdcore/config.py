@@ -32,12 +32,13 @@ TRANSPORTS = ("grpc", "shm", "collective", "nixl")
 PLAINTEXT_TRANSPORTS = ("collective", "nixl")
 """Those that have no encryption of their own and do not stay in one machine's memory."""
 TRANSPORT_CHOICES = (AUTO, *TRANSPORTS)
-KV_CONVERSIONS = ("exact", "rounding")
 """What `transfer.transport` may be; a worker may lack some of them, and a pair of workers others."""
+KV_CONVERSIONS = ("exact", "rounding")
+"""How KV of another dtype than the cache's may be taken: see `convertible`."""
 QUEUE_POLICIES = ("fcfs", "sjf", "fair", "priority", "static")
+"""Orders of waiting requests; `pdcore.queueing` describes them."""
 SHARING = ("fair", "priority")
 """Those under which tenants share by weight: all together, or within a class."""
-"""Orders of waiting requests; `pdcore.queueing` describes them."""
 MAX_CREDIT_BYTES = 1 << 30
 """Of `transfer.credit_bytes`: each pair of workers sets as much memory aside."""
 ROUTING_POLICIES = ("cost", "least_loaded", "power_of_two", "prefix_affinity", "round_robin")

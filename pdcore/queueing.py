@@ -10,15 +10,17 @@ fair      The tenant that has had least goes first, its oldest request in front.
           that comes back after a time without waiting requests starts level with those that wait: nobody saves up.
           So of two tenants that always have a request waiting, where one request runs at a time, neither counter is
           ever ahead of the other by more than what one request costs, over its weight.
-priority  Interactive requests, then standard, then batch ones; within a class as `fair`, so in order of arrival where
-          there is one tenant. While batch requests wait, at least `batch_share` of the starts are theirs: the next of
-          them is passed by fewer than ``1 / batch_share`` others. An engine also takes memory and places from running
-          batch requests for interactive ones (`engine.displacement`).
+priority  Interactive requests, then standard, then batch ones; within a class as `fair`, by one account for all
+          classes, so in order of arrival where there is one tenant. While batch requests wait, at least `batch_share`
+          of the starts are theirs: the next of them is passed by fewer than ``1 / batch_share`` others. An engine
+          also takes memory and places from running batch requests for interactive ones (`engine.displacement`).
 static    Whole batches in and out: who comes while a batch runs waits until all of it has ended. Kept as the
           baseline that shows what the others are good for.
 ========  ============================================================================================================
 
-A policy orders; what does not fit at present is skipped, a bounded number of times, by whoever applies the order.
+Where tenants share (`fair`, `priority`) requests that had been started before go first, in order of arrival: they are
+paid for. A policy orders; what does not fit at present is skipped, a bounded number of times, by whoever applies the
+order.
 
 What a policy must remember between two decisions is in a `QueueBook`, which hands out frozen `QueueState`s;
 `service_order` is a function of the waiting requests, the configuration and that state.
@@ -30,6 +32,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heapreplace
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -72,6 +75,7 @@ class QueueState:
     Attributes:
         counters: `fair`, `priority`: virtual tokens of every tenant that has a request waiting, and of others that
             had some.
+        weights: of tenants, `OTHERS` among them if given; 1 for those that are not there.
         since_batch: `priority`: starts since the last one of a batch request while such requests waited.
         batch_end: `static`: the newest arrival of the batch that is being let in; -1 while it is closed.
     """
@@ -79,6 +83,7 @@ class QueueState:
     counters: Mapping[str, float] = field(default_factory=dict)
     since_batch: int = 0
     batch_end: int = -1
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def service_order(waiting: Sequence[Waiting], config: QueueConfig, state: QueueState) -> Iterator[int]:
@@ -89,7 +94,7 @@ def service_order(waiting: Sequence[Waiting], config: QueueConfig, state: QueueS
             age = config.sjf_age_tokens
             return iter(sorted(by_arrival, key=lambda i: waiting[i].tokens + age * waiting[i].arrival))
         case "fair":
-            return _fair(waiting, by_arrival, config, dict(state.counters))
+            return _fair(waiting, by_arrival, state.weights, dict(state.counters))
         case "priority":
             return _by_class(waiting, by_arrival, config, state)
         case "static":
@@ -99,18 +104,35 @@ def service_order(waiting: Sequence[Waiting], config: QueueConfig, state: QueueS
 
 
 def _fair(
-    waiting: Sequence[Waiting], by_arrival: Sequence[int], config: QueueConfig, counters: dict[str, float]
+    waiting: Sequence[Waiting], by_arrival: Sequence[int], weights: Mapping[str, float], counters: dict[str, float]
 ) -> Iterator[int]:
-    """As if each were started at once, and its prompt charged in `counters`, before the next is chosen."""
+    """As if each were started at once, and its prompt charged in `counters`, before the next is chosen.
+
+    `counters` may grow in between, by what others charge.
+    """
     queues: dict[str, deque[int]] = {}
     for i in by_arrival:
-        queues.setdefault(waiting[i].tenant, deque()).append(i)
-    while queues:
-        tenant = min(queues, key=lambda name: (counters.get(name, 0.0), waiting[queues[name][0]].arrival))
-        i = queues[tenant].popleft()
-        if not queues[tenant]:
-            del queues[tenant]
-        counters[tenant] = counters.get(tenant, 0.0) + waiting[i].price / config.weight(tenant)
+        if waiting[i].again:
+            yield i
+        else:
+            queues.setdefault(waiting[i].tenant, deque()).append(i)
+    usual = weights.get(OTHERS, 1.0)
+    # The tenant that had least is in front. What it had since it was put there is looked up when it comes up.
+    had = [(counters.get(tenant, 0.0), waiting[queue[0]].arrival, tenant) for tenant, queue in queues.items()]
+    heapify(had)
+    while had:
+        counter, arrival, tenant = had[0]
+        now = counters.get(tenant, 0.0)
+        if now > counter:
+            heapreplace(had, (now, arrival, tenant))
+            continue
+        queue = queues[tenant]
+        i = queue.popleft()
+        counters[tenant] = now + waiting[i].price / weights.get(tenant, usual)
+        if queue:
+            heapreplace(had, (counters[tenant], waiting[queue[0]].arrival, tenant))
+        else:
+            heappop(had)
         yield i
 
 
@@ -121,7 +143,7 @@ def _by_class(
     classes: dict[PriorityClass, list[int]] = {priority: [] for priority in PriorityClass}
     for i in by_arrival:
         classes[waiting[i].priority].append(i)
-    fair = {priority: _fair(waiting, indices, config, counters) for priority, indices in classes.items()}
+    fair = {priority: _fair(waiting, indices, state.weights, counters) for priority, indices in classes.items()}
     batch, lane = fair[PriorityClass.BATCH], chain(fair[PriorityClass.INTERACTIVE], fair[PriorityClass.STANDARD])
     batch_left = len(classes[PriorityClass.BATCH])
     lane_left = len(waiting) - batch_left
@@ -151,7 +173,9 @@ class QueueBook:
         self._weights = {entry.tenant: entry.weight for entry in config.tenant_weights}
         self._other_weight = self._weights.get(OTHERS, 1.0)
         self._counters: dict[str, float] = {}
-        self._present: frozenset[str] = frozenset()  # tenants that had a request waiting at the last look
+        self._by_class = config.policy == "priority"
+        # Tenants that had a request waiting when last one did, of each class under `priority`, else of all.
+        self._present: dict[PriorityClass | None, set[str]] = {}
         self._since_batch = 0
         self._batch_end = -1
 
@@ -163,15 +187,17 @@ class QueueBook:
             places: how many may run at once; None if others see to that, by `close_batch`.
         """
         if self._fair:
-            self._level(frozenset(entry.tenant for entry in waiting))
+            self._level(waiting)
         if self.config.policy == "static" and running == 0 and waiting:
             arrivals = sorted(entry.arrival for entry in waiting)
             self._batch_end = arrivals[-1 if places is None else min(places, len(arrivals)) - 1]
-        return QueueState(MappingProxyType(self._counters), self._since_batch, self._batch_end)
+        counters, weights = MappingProxyType(self._counters), MappingProxyType(self._weights)
+        return QueueState(counters, self._since_batch, self._batch_end, weights)
 
     def peek(self) -> QueueState:
         """The state as it is, for looking ahead: nothing is decided by it, and nothing changes."""
-        return QueueState(MappingProxyType(self._counters), self._since_batch, self._batch_end)
+        counters, weights = MappingProxyType(self._counters), MappingProxyType(self._weights)
+        return QueueState(counters, self._since_batch, self._batch_end, weights)
 
     @property
     def batch_due(self) -> bool:
@@ -201,17 +227,28 @@ class QueueBook:
             tenant, self._other_weight
         )
 
-    def _level(self, present: frozenset[str]) -> None:
-        """Lift who comes to wait to the lowest counter of those that waited already: idleness earns nothing."""
-        new = present - self._present
-        if new:
-            stayed = (present & self._present) or self._present
+    def _level(self, waiting: Sequence[Waiting]) -> None:
+        """Lift who comes to wait to the lowest counter of those that waited already: idleness earns nothing.
+
+        Those are who wait in the same class: in a lower one somebody may be kept waiting with little for long.
+        """
+        groups: dict[PriorityClass | None, set[str]] = {}
+        for entry in waiting:
+            groups.setdefault(entry.priority if self._by_class else None, set()).add(entry.tenant)
+        for group, present in groups.items():
+            before = self._present.get(group, set())
+            self._present[group] = present
+            new = present - before
+            if not new:
+                continue
+            stayed = (present & before) or before
             floor = min((self._counters.get(tenant, 0.0) for tenant in stayed), default=0.0)
             for tenant in new:
                 self._counters[tenant] = max(self._counters.get(tenant, 0.0), floor)
-            if len(self._counters) > len(present) + MAX_TENANTS:
-                idle = sorted(self._counters.keys() - present, key=lambda tenant: self._counters[tenant])
-                for tenant in idle[: len(idle) - MAX_TENANTS]:
-                    del self._counters[tenant]
-        if present:
-            self._present = present
+        self._forget_idle(set().union(*groups.values()))
+
+    def _forget_idle(self, present: set[str]) -> None:
+        if len(self._counters) > len(present) + MAX_TENANTS:
+            idle = sorted(self._counters.keys() - present, key=lambda tenant: self._counters[tenant])
+            for tenant in idle[: len(idle) - MAX_TENANTS]:
+                del self._counters[tenant]

@@ -42,7 +42,7 @@ class ActiveRequest:
 
     Attributes:
         entry: its place in the queue, kept while it runs. names: of its prompt's blocks.
-        deadline: fires at the client's deadline; None without one.
+        deadline: fires at the client's deadline, `ends_at` on the event loop's clock; None without one.
         refused: workers that had no room, and until when they are not asked again.
         avoid: the worker of the last failure, or the pair of the last failed transfer. refusals: so far.
         unfit: prefill workers that failed or refused; others compute the prompt, or the decode side does.
@@ -60,7 +60,8 @@ class ActiveRequest:
     stream: RequestStream
     entry: QueueEntry
     names: PromptNames
-    deadline: asyncio.TimerHandle | None = None
+    deadline: asyncio.Handle | None = None
+    ends_at: float = math.inf
     refused: dict[str, float] = field(default_factory=dict)
     avoid: frozenset[str] = frozenset()
     unfit: frozenset[str] = frozenset()
@@ -80,9 +81,7 @@ class ActiveRequest:
     @property
     def left_s(self) -> float:
         """Seconds until the client's deadline."""
-        if self.deadline is None:
-            return math.inf
-        return max(0.0, self.deadline.when() - asyncio.get_running_loop().time())
+        return max(0.0, self.ends_at - asyncio.get_running_loop().time())
 
     @property
     def waits(self) -> bool:

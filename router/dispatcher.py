@@ -219,6 +219,7 @@ class Dispatcher:
             loop, delay = asyncio.get_running_loop(), max(0.0, deadline - self._clock.now())
             for active in samples:
                 active.deadline = loop.call_later(delay, self._deadline_passed, active)
+                active.ends_at = loop.time() + delay
         log_event(
             logging.INFO,
             "request admitted",

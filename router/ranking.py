@@ -17,8 +17,9 @@
 
 and for a worker that runs it as a whole all but the transfer; its computing costs more there, for it takes the time
 from the streams that run there, each of them (`STREAM_PRICE`), or will (`HERE_PRICE`). A worker that has measured
-nothing yet is taken to be like the mean of those that have. What a report says fades as it ages, towards the mean of
-all: a worker that was idle some seconds ago is not a better guess than another.
+nothing yet is taken to be like the mean of those that have. What a report says of queued prompts fades as it ages,
+towards the mean of all: a worker that was idle some seconds ago is not a better guess than another. What it says of
+requests and memory stands until the next one, or until the silence counts as death.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Annotated
 
 import typer
+import uvloop
 from rich.console import Console
 
 from cluster.cli.client import EXIT_FAILED, EXIT_INTERRUPTED, fail
@@ -58,7 +58,7 @@ def demo(
     console = Console()
     check_output("--json", json_file)
     try:
-        answers = asyncio.run(_demo(settings, console))
+        answers = uvloop.run(_demo(settings, console))
     except PdserveError as error:
         raise fail(str(error), EXIT_FAILED) from error
     from cluster.demo import check_disaggregated, to_dict

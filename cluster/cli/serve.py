@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import uvloop
 
 from cluster.cli.client import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, fail
 from cluster.cli.settings import read_settings
@@ -120,7 +120,7 @@ def serve(
         return
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        code = asyncio.run(_serve(settings))
+        code = uvloop.run(_serve(settings))
     except ConfigError as error:
         raise fail(str(error), EXIT_USAGE) from error
     except PdserveError as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdcore.types import Role
@@ -23,6 +24,15 @@ from tests.support.tiny_model import tiny_llama
 LIMIT = 1 << 20
 ONE = b'{"prompt":"x","max_tokens":1}'
 CLOSE = b"connection: close\r\n"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy.:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """What routers run on."""
+    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture(scope="module")

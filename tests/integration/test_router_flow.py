@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from pdcore.config import KvCodecByClass, QueueConfig
 from pdcore.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, ReplaysExhausted, Unavailable
@@ -21,6 +22,14 @@ from router.validation import validate
 from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import NullWorker, token_of
 from tests.support.tiny_model import tiny_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy.:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """What routers run on."""
+    return uvloop.EventLoopPolicy()
 
 
 @pytest.fixture(scope="module")
@@ -495,7 +504,8 @@ async def test_a_worker_that_stands_still_is_dead(model: Path, how: str) -> None
         setattr(stuck, how, True)
         other = cluster["d1" if stuck.worker_id == "d0" else "d0"]
         other.hook = None
-        answer = await task
+        async with asyncio.timeout(30):
+            answer = await task
         assert answer.token_ids == expected([8], 10)
         assert (answer.end.timeline.decode_worker, answer.end.timeline.replays) == (other.worker_id, 1)
         await cluster.empty()  # the session's end released the rest

@@ -205,3 +205,13 @@ def test_holders_in_c_are_those_of_python(seed: int, workers: int) -> None:
     assert native.items() == {}
     with pytest.raises(ValueError, match="16 bytes"):
         native.add(0, [b"short"])
+
+
+def test_a_fleet_that_grows_gets_a_larger_place_for_results() -> None:
+    fleet = some_fleet(random.Random(1), 2)
+    asked = RouteRequest(900, 950, draw=3)
+    in_c(asked, fleet)
+    before = fleet.workspace
+    fleet.reserve(200)
+    assert choose(asked, fleet, in_c) == choose(asked, fleet, Candidates)
+    assert fleet.workspace is not before

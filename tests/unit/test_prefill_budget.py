@@ -77,12 +77,12 @@ class TestShares:
         assert steps <= -(-5000 // (256 // OLDEST_SHARE))
 
     def test_a_better_rank_goes_first_and_the_oldest_still_moves_on(self) -> None:
-        prefills = [Prefill(100, rank=1), Prefill(300, rank=0), Prefill(50, rank=1)]
+        prefills = [Prefill(100, rank=(1, 0)), Prefill(300, rank=(0, 0)), Prefill(50, rank=(1, 0))]
         assert split_prefill_budget(prefills, 200, config()) == [50, 150, 0]
 
     def test_a_batch_prompt_in_front_is_sure_of_its_share_only(self) -> None:
-        batch = Prefill(1000, rank=2, lane=PriorityClass.BATCH)
-        other = Prefill(1000, rank=0, lane=PriorityClass.INTERACTIVE)
+        batch = Prefill(1000, rank=(2, 0), lane=PriorityClass.BATCH)
+        other = Prefill(1000, rank=(0, 0), lane=PriorityClass.INTERACTIVE)
         assert split_prefill_budget([batch, other], 200, config(batch_share=0.1)) == [20, 180]
         assert split_prefill_budget([batch, other], 5, config(batch_share=0.1)) == [1, 4]
         assert split_prefill_budget([batch, other], 200, config(batch_share=0.0)) == [0, 200]
@@ -124,7 +124,7 @@ PREFILLS = st.lists(
         remaining=st.integers(1, 300),
         context=st.integers(0, 2000),
         started=st.booleans(),
-        rank=st.sampled_from([0.0, 0.0, 1.0]),
+        rank=st.tuples(st.sampled_from([0.0, 0.0, 1.0]), st.sampled_from([0.0, 0.0, 7.5])),
         lane=st.sampled_from(PriorityClass),
     ),
     max_size=8,

@@ -234,6 +234,35 @@ class TestShares:
         queue.take()
         assert queue.book.look(queue.waiting, 0).counters["a"] == 100
 
+    def test_who_comes_back_keeps_its_place(self, policy: str) -> None:
+        queue = Queue(QueueConfig(policy))
+        queue.offer(1000, "heavy")
+        first = queue.take()
+        assert first is not None
+        for _ in range(20):
+            queue.offer(10, "light")
+        queue.take()
+        queue.book.generated("heavy", 500)
+        queue.waiting.append(first._replace(again=True))
+        assert queue.take() == first._replace(again=True)
+
+    def test_foretelling_a_long_queue_looks_at_each_request_a_few_times(self, policy: str) -> None:
+        """Not at each tenant for each request."""
+
+        looks = 0
+
+        class Name(str):
+            def __hash__(self) -> int:
+                nonlocal looks
+                looks += 1
+                return super().__hash__()
+
+        names = [Name(f"t{number}") for number in range(300)]
+        state = QueueState({name: float(number) for number, name in enumerate(names)})
+        waiting = [Waiting(number, 10, names[number % 300]) for number in range(900)]
+        assert len(list(service_order(waiting, QueueConfig(policy), state))) == 900
+        assert looks < 12 * 900
+
     def test_tenants_are_not_remembered_without_end(self, policy: str) -> None:
         queue = Queue(QueueConfig(policy))
         for name in range(MAX_TENANTS + 50):
@@ -287,6 +316,20 @@ class TestPriority:
                 assert passed[oldest.arrival] < 1 / share
             elif waiting_batch:
                 assert entry.arrival < min(waiting_batch).arrival
+
+    @pytest.mark.parametrize("batch_waits", [False, True])
+    def test_who_was_idle_has_saved_nothing_though_somebody_waits_in_a_lower_class(self, batch_waits: bool) -> None:
+        queue = Queue(QueueConfig("priority", batch_share=0.1))
+        for _ in range(500 * batch_waits):
+            queue.offer(1, "bulk", BATCH)
+        for _ in range(100):
+            queue.offer(100, "busy", INTERACTIVE)
+        while sum(entry.tenant == "busy" for entry in queue.waiting) > 50:
+            queue.take()
+        for _ in range(50):
+            queue.offer(100, "back", INTERACTIVE)
+        served = [entry.tenant for entry in (queue.take() for _ in range(40)) if entry is not None]
+        assert abs(served.count("busy") - served.count("back")) <= 1
 
     def test_batch_gets_its_share(self) -> None:
         queue = Queue(QueueConfig("priority", batch_share=0.2))

@@ -295,7 +295,8 @@ class World:
                 assert not worker.holds, f"{name} holds {list(worker.holds)}"
                 assert not worker.session.given
                 book = dispatcher.pool._books[name]
-                assert (book.assignments, book.prefill_tokens) == ({}, 0)
+                assert (book.assignments, book.prefilling, book.prefill_tokens) == ({}, {}, 0)
+                assert (book.new_requests, book.new_prefill_tokens, book.new_blocks) == (0, 0, 0)
 
     def close(self) -> None:
         """The router stops; no timer stays armed."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 
 from pdcore.clock import ManualClock
+from pdcore.config import RouterConfig
 from pdcore.types import RequestKey
 from protos import membership_pb2, worker_pb2
 from router.worker_client import RouterIdentity, SessionTiming, WorkerClient
-from router.worker_pool import MAX_CREDIT_WAIT_S, credit_wait_s
+from router.worker_pool import MAX_CREDIT_WAIT_S, WorkerPool, credit_wait_s
 
 
 def client(credit_wait_s: float = 0.0) -> WorkerClient:
@@ -104,8 +106,26 @@ async def test_whatever_else_is_said_takes_waiting_credits_along() -> None:
         assert await written.next() == "abort"
 
 
+async def test_nothing_of_a_session_that_has_ended_is_said_in_the_next_one() -> None:
+    session = client(credit_wait_s=0.01)
+    session._listener = Mock()
+    session.credit(RequestKey("a", 1), 16)
+    session.send(worker_pb2.SessionCommand(abort=worker_pb2.Abort(request_id="b", attempt=1)))
+    session._lost("gone")
+    session.facts = object()  # type: ignore[assignment]  # connected again
+    async with writing(session) as written:
+        await asyncio.sleep(0.05)  # the credit's timer is still that of the old session
+        assert written.orders.empty()
+
+
 @pytest.mark.parametrize("window", [1, 4, 64, 10_000])
 def test_a_window_lasts_while_its_credits_wait(window: int) -> None:
     wait_s = credit_wait_s(window)
     assert 0 < wait_s <= MAX_CREDIT_WAIT_S
     assert wait_s * 5000 <= window - window / 4
+
+
+def test_the_pool_s_sessions_wait_as_the_token_window_allows() -> None:
+    config = RouterConfig("router", "", "null", "", token_window=16)
+    pool = WorkerPool(config, "1", Mock(), ManualClock(), lambda: None)
+    assert pool._timing.credit_wait_s == credit_wait_s(16) > 0
