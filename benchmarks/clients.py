@@ -7,7 +7,7 @@
 Without `--target` null workers generate, and the router is alone in its process: they compute nothing, so the numbers
 are those of the interface. GuideLLM sends chats with synthetic prompts and streams the answers; what it has measured
 is compared with what `/metrics` has counted meanwhile. Its times have the way to the client and its own event loop in
-them, the router's have not.
+them, the router's have not. Ends with status 1 where the two disagree by more than that explains.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from engine.model_store import resolve_model
 
 RUN_S = 600.0
 SCRAPE_S = 10.0
+ERROR = 0.05
+"""Of means, as a share."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,26 @@ def counted(before: Scrape, after: Scrape) -> Numbers:
         itl_ms=mean_ms("pdserve_inter_token_latency_seconds"),
         latency_ms=mean_ms("pdserve_request_latency_seconds"),
     )
+
+
+def disagreements(theirs: Numbers, ours: Numbers) -> list[str]:
+    """Where the load generator's numbers and the router's cannot both be right, in words.
+
+    Counts are the same. Tokens of one stream all come by the same way, so the time between them is the same but for
+    the two ends of each answer. Nothing reaches a client before it was written.
+    """
+    found = []
+    for name in ("requests", "output_tokens"):
+        if getattr(theirs, name) != getattr(ours, name):
+            found.append(f"{name}: {getattr(theirs, name):g} and {getattr(ours, name):g}")
+    if abs(theirs.itl_ms - ours.itl_ms) > ERROR * theirs.itl_ms:
+        found.append(f"itl_ms: {theirs.itl_ms:.2f} and {ours.itl_ms:.2f} differ by more than {ERROR:.0%}")
+    for name in ("ttft_ms", "latency_ms"):
+        if getattr(ours, name) > (1 + ERROR) * getattr(theirs, name):
+            found.append(
+                f"{name}: {getattr(theirs, name):.2f} at the client, {getattr(ours, name):.2f} in the router"
+            )
+    return found
 
 
 def guidellm(args: argparse.Namespace, target: str, tokenizer: Path) -> Numbers:
@@ -149,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"guidellm": asdict(theirs), "router": asdict(ours)}, indent=2))
+    if wrong := disagreements(theirs, ours):
+        raise SystemExit("the numbers disagree: " + "; ".join(wrong))
 
 
 if __name__ == "__main__":

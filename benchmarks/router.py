@@ -29,7 +29,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -381,7 +381,7 @@ def decisions(args: argparse.Namespace) -> None:
         args.json.write_text(json.dumps(asdict(result), indent=2))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     modes = parser.add_subparsers(required=True)
@@ -392,7 +392,7 @@ def main() -> None:
         mode = modes.add_parser(name, description=module.__doc__, formatter_class=layout)
         module.add_arguments(mode)
         mode.set_defaults(run=module.main)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     args.run(args)
 
 

@@ -37,6 +37,16 @@ def words(tokens: int, seed: int) -> str:
     return " ".join(f"{draw.choice(nouns)} {draw.randrange(100)}" for _ in range(tokens // 4))
 
 
+def generate_request(request_id: str, prompt: str | Sequence[int], max_tokens: int) -> generation_pb2.GenerateRequest:
+    sampling = generation_pb2.Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, stop=STOPS)
+    request = generation_pb2.GenerateRequest(request_id=request_id, model=SERVED_NAME, sampling=sampling)
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request
+
+
 @dataclass
 class Stream:
     """One call of Generate: when each message came (seconds on the machine's monotonic clock), and the messages."""
@@ -78,12 +88,7 @@ class Load:
 
     async def stream(self, stream: Stream, prompt: str | Sequence[int], max_tokens: int) -> Stream:
         """Run a request to its end, or until this task is cancelled."""
-        sampling = generation_pb2.Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, stop=STOPS)
-        request = generation_pb2.GenerateRequest(request_id=stream.request_id, model=SERVED_NAME, sampling=sampling)
-        if isinstance(prompt, str):
-            request.prompt = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
+        request = generate_request(stream.request_id, prompt, max_tokens)
         call = self._calls[self._next % len(self._calls)]
         self._next += 1
         stream.sent = time.monotonic()
