@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,35 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from protos import admin_pb2, generation_pb2, open_inference_pb2
-from tests.support.null_cluster import NullCluster, pair, until
+from router.reflection import SERVICES as REFLECTION
+from router.wire_errors import REQUEST_ID_METADATA
+from tests.support.null_cluster import COUNTED, NullCluster, pair, tasks
 from tests.support.tiny_model import tiny_llama
 
 EXAMPLES = 400
-CALL_S = 0.5
-"""The deadline of each call: some of what is generated is a good request, with thousands of tokens."""
-METHODS: list[MethodDescriptor] = [
-    method
-    for file in (generation_pb2, admin_pb2, open_inference_pb2)
+CALL_S = 60.0
+"""The deadline of each call, for a busy machine: whatever takes longer hangs."""
+MAX_TOKENS = 8
+"""Of requests that name no number. Others name a small one, or one that is refused."""
+METHODS: dict[str, MethodDescriptor] = {
+    f"{service.full_name}/{method.name}": method
+    for file in (generation_pb2, admin_pb2, open_inference_pb2, health_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
-]
+} | {
+    f"{version}/{method.name}": method  # v1 has the messages of v1alpha
+    for version in REFLECTION
+    for method in reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"].methods
+}
+GENERATE = "pdserve.v1.Generation/Generate"
+WATCH = "grpc.health.v1.Health/Watch"
+"""Without an end: it is left after the first answer."""
 WORDS = st.sampled_from(
     ["", "x", "null", "hello", "text_input", "BYTES", "BOOL", "FP32", "stream", "max_tokens", "user", "{}", "["]
 )
@@ -81,9 +95,10 @@ def fill(message: Message, draw: Callable[[st.SearchStrategy[Any]], Any], depth:
 
 
 @st.composite
-def calls(draw: Any) -> tuple[MethodDescriptor, list[bytes]]:
+def calls(draw: Any) -> tuple[str, list[bytes]]:
     """A method, and what is sent to it: messages of its type, some of them damaged."""
-    method = draw(st.sampled_from(METHODS))
+    path = draw(st.sampled_from(sorted(METHODS)))
+    method = METHODS[path]
     sent = []
     for _ in range(draw(st.integers(1, 3)) if method.client_streaming else 1):
         message = message_factory.GetMessageClass(method.input_type)()
@@ -95,67 +110,93 @@ def calls(draw: Any) -> tuple[MethodDescriptor, list[bytes]]:
             case 1:
                 data = data[: draw(st.integers(0, len(data)))] + draw(st.binary(max_size=4))
         sent.append(data)
-    return method, sent
+    return path, sent
 
 
-def examples(number: int) -> list[tuple[MethodDescriptor, list[bytes]]]:
-    found: list[tuple[MethodDescriptor, list[bytes]]] = []
+def examples(number: int) -> list[tuple[str, list[bytes]]]:
+    found: list[tuple[str, list[bytes]]] = []
 
     @seed(1)
     @settings(max_examples=number, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(calls())
-    def collect(call: tuple[MethodDescriptor, list[bytes]]) -> None:
+    def collect(call: tuple[str, list[bytes]]) -> None:
         found.append(call)
 
     collect()
     return found
 
 
-async def status(channel: grpc.aio.Channel, method: MethodDescriptor, sent: list[bytes]) -> grpc.StatusCode:
-    path = f"/{method.containing_service.full_name}/{method.name}"
+def good(number: int) -> bytes:
+    """A request that runs, with a key that others have as well, and a tenant."""
+    request = generation_pb2.GenerateRequest(
+        prompt="hello", idempotency_key=f"k{number % 5}", tenant=f"t{number % 2}"
+    )
+    return request.SerializeToString()
+
+
+async def status(channel: grpc.aio.Channel, path: str, sent: list[bytes], *, leave: bool) -> grpc.StatusCode | None:
+    """How a call ended, which is left after its first answer if `leave`.
+
+    None if the client lost that: it ends a call by itself, as INTERNAL and without what the server said, if that has
+    ended the call while the client was still writing.
+    """
+    method = METHODS[path]
     if method.client_streaming:
-        call = channel.stream_stream(path)(timeout=CALL_S)
+        call = channel.stream_stream(f"/{path}")(timeout=CALL_S)
         try:
             for data in sent:
                 await call.write(data)
             await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except (grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
             pass  # it has ended: its status says why
     elif method.server_streaming:
-        call = channel.unary_stream(path)(sent[0], timeout=CALL_S)
+        call = channel.unary_stream(f"/{path}")(sent[0], timeout=CALL_S)
     else:
-        call = channel.unary_unary(path)(sent[0], timeout=CALL_S)
-        return await call.code()
-    try:
-        while await call.read() is not grpc.aio.EOF:
+        call = channel.unary_unary(f"/{path}")(sent[0], timeout=CALL_S)
+    if method.server_streaming:
+        try:
+            while await call.read() is not grpc.aio.EOF:
+                if leave:
+                    call.cancel()
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
             pass
-    except grpc.aio.AioRpcError:
-        pass
-    return await call.code()
+    code = await call.code()
+    if code is grpc.StatusCode.INTERNAL and await call.details() == "Internal error from Core":
+        ours = any(key == REQUEST_ID_METADATA for key, _ in await call.trailing_metadata() or ())
+        return code if ours else None
+    return code
 
 
 async def test_the_grpc_interface_stands_fuzzing(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = await asyncio.to_thread(examples, EXAMPLES)
-    seen: dict[grpc.StatusCode, int] = {}
+    assert {path for path, _ in made} == set(METHODS)
+    seen: Counter[grpc.StatusCode | None] = Counter()
+    bad = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
     with caplog.at_level(logging.WARNING):
         async with (
-            NullCluster(model, pair()) as cluster,
+            NullCluster(model, pair(), default_max_tokens=MAX_TOKENS, tenants=COUNTED) as cluster,
             grpc.aio.insecure_channel(cluster.router.address) as channel,
         ):
+            before = tasks()
             turns = asyncio.Semaphore(16)
 
-            async def one(method: MethodDescriptor, sent: list[bytes]) -> None:
-                async with turns, asyncio.timeout(20.0):
-                    code = await status(channel, method, sent)
-                seen[code] = seen.get(code, 0) + 1
-                assert code not in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN), (method.full_name, sent)
+            async def one(path: str, sent: list[bytes], *, leave: bool) -> None:
+                async with turns, asyncio.timeout(2 * CALL_S):
+                    code = await status(channel, path, sent, leave=leave)
+                seen[code] += 1
+                assert code not in bad, (code, path, sent)
 
             async with asyncio.TaskGroup() as group:
-                for method, sent in made:
-                    group.create_task(one(method, sent))
-            await cluster.empty()
-            await until(lambda: not cluster.dispatcher.request_ids, "no request is left")
+                for path, sent in made:
+                    group.create_task(one(path, sent, leave=path == WATCH))
+                for number in range(60):
+                    group.create_task(one(GENERATE, [good(number)], leave=number % 2 > 0))
+            await cluster.at_rest(before)
+            assert len(cluster.dispatcher.admission.tenants) > 1, "tenants were counted"
             assert (await cluster.client.complete([3, 4, 5])).finish_reason == "length"
     assert seen[grpc.StatusCode.OK] > 20
+    assert seen[grpc.StatusCode.ALREADY_EXISTS] > 0
+    assert seen[grpc.StatusCode.CANCELLED] > 5 + sum(path == WATCH for path, _ in made), "good ones were left, too"
     assert seen[grpc.StatusCode.INVALID_ARGUMENT] > 20
+    assert seen[None] < 20
     assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]

@@ -11,7 +11,7 @@ import pytest
 
 from pdcore.types import Role
 from protos import worker_pb2
-from tests.support.null_cluster import NullCluster, until
+from tests.support.null_cluster import COUNTED, NullCluster, tasks
 from tests.support.null_worker import NullWorker, null_token
 from tests.support.tool_model import tool_llama
 
@@ -39,7 +39,8 @@ async def test_the_http_interface_stands_fuzzing(
 ) -> None:
     workers = [NullWorker("p0", Role.PREFILL, script=short), NullWorker("d0", Role.DECODE, script=short)]
     with caplog.at_level(logging.ERROR):
-        async with NullCluster(model, workers, http_port=0) as cluster:
+        async with NullCluster(model, workers, http_port=0, tenants=COUNTED) as cluster:
+            before = tasks()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "schemathesis.cli", "run"),
                 f"http://{cluster.router.http_address}/openapi.json",
@@ -56,8 +57,8 @@ async def test_the_http_interface_stands_fuzzing(
                     process.kill()
                     await process.wait()
             assert process.returncode == 0, output.decode()[-8000:]
-            await cluster.empty()
-            await until(lambda: not cluster.dispatcher.request_ids, "no request is left")
+            await cluster.at_rest(before)
+            assert cluster.dispatcher.admission.tenants, "tenants were counted"
             # It serves as if nothing had been.
             answer = await cluster.client.complete([3, 4, 5])
             assert answer.finish_reason == "stop"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from pdcore.classes import OTHERS, TenantLimits
 from pdcore.config import RouterConfig
 from pdcore.security import ClientTls
 from pdcore.types import Role
@@ -22,6 +24,15 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+COUNTED = (TenantLimits(OTHERS, max_concurrent=1 << 20),)
+"""Limits that nobody reaches, so that tenants' running requests are counted."""
+
+
+def tasks() -> Counter[str]:
+    """What this loop's tasks run, and how many run it."""
+    return Counter(getattr(task.get_coro(), "__qualname__", repr(task)) for task in asyncio.all_tasks())
 
 
 class NullCluster:
@@ -105,6 +116,44 @@ class NullCluster:
             lambda: not any(worker.held for worker in self.workers.values()),
             "workers hold nothing: " + str({w.worker_id: list(w.held) for w in self.workers.values()}),
         )
+
+    def left(self) -> dict[str, object]:
+        """What the router still has of its clients' requests and connections, by where; empty if it is at rest.
+
+        Tenants are counted only if they have limits: `COUNTED`.
+        """
+        calls, claims, http, inference = (
+            getattr(self.router, name) for name in ("_calls", "_claims", "_http", "_inference")
+        )
+        admission = self.dispatcher.admission
+        book = admission.tenants
+        found: dict[str, object] = {
+            "requests": list(self.dispatcher.request_ids),
+            "calls": [call.request_id for call in calls._running],
+            "calls that are prepared": [call.request_id for call in calls._preparing],
+            "names of inference requests": list(inference._names),
+            "claims": [claim.request_id for claim in (*claims._asking.values(), *claims._live.values())],
+            "claims that are given back": len(claims._releases),
+            "tenants": {
+                tenant: state.running for tenant, state in (book._named | book._rest).items() if state.running
+            },
+            "open requests of classes": +admission._open,
+            "health watchers": self.router._health.watchers,
+        }
+        if http is not None:
+            found["HTTP connections"] = len(http._server.server_state.connections)
+            found["HTTP tasks"] = len(http._server.server_state.tasks)
+        return {where: what for where, what in found.items() if what}
+
+    async def at_rest(self, running: Counter[str]) -> None:
+        """Until nothing is left anywhere. `running`: the `tasks` there were before anything was asked for."""
+        await self.empty()
+        for _ in range(2000):
+            left: object = self.left() or tasks() - running
+            if not left:
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"left behind: {left}")
 
 
 def pair(**options: object) -> list[NullWorker]:

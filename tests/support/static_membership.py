@@ -8,21 +8,32 @@ from collections.abc import Sequence
 import grpc
 
 from pdcore.security import InternalSecurity
-from protos import membership_pb2, membership_pb2_grpc, routers_pb2_grpc
+from protos import membership_pb2, membership_pb2_grpc, routers_pb2, routers_pb2_grpc
 from security.internal import Internal
 
 
 class _Anybody(routers_pb2_grpc.RoutersServicer):
-    """Takes every router's registration, and does nothing with it."""
+    """Takes every router's registration, gives it every key, and remembers nothing."""
 
     async def Register(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         while await context.read() is not grpc.aio.EOF:
             pass
 
+    async def Claim(self, request: routers_pb2.ClaimRequest, context: object) -> routers_pb2.ClaimReply:
+        return routers_pb2.ClaimReply()
+
+    async def Renew(self, request: routers_pb2.RenewClaimsRequest, context: object) -> routers_pb2.RenewClaimsReply:
+        return routers_pb2.RenewClaimsReply()
+
+    async def Release(
+        self, request: routers_pb2.ReleaseClaimRequest, context: object
+    ) -> routers_pb2.ReleaseClaimReply:
+        return routers_pb2.ReleaseClaimReply()
+
 
 class StaticMembership(membership_pb2_grpc.MembershipServicer):
-    """Serves `Membership.Watch`; `set` changes the list for all watchers. Routers may register, to no effect, and
-    keys are not given."""
+    """Serves `Membership.Watch`; `set` changes the list for all watchers. Routers may register, to no effect,
+    and get every key."""
 
     def __init__(self, port: int = 0, security: InternalSecurity | None = None) -> None:
         self._port = port
