@@ -1,4 +1,7 @@
-"""Every program in examples/ runs as it is, against a router of its own process; and what README shows of grpcurl."""
+"""Every program in examples/ runs as it is, against a router of its own process; and what README shows of grpcurl.
+
+And buf, which asks for reflection in its version v1, where grpcurl asks for the one before.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -219,6 +223,23 @@ def test_node_reads_the_details_of_errors(node: Path, server: NullServer) -> Non
     eventually(lambda: busy(server) == 0, 10.0, "what was too slow has ended")
 
 
+def test_node_says_when_to_come_again(node: Path, model: Path) -> None:
+    with (
+        NullServer(model, step_s=0.05, max_queue=1, max_running_per_worker=1) as server,
+        Client(server.address) as client,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        long = [threads.submit(client.complete, "x", Sampling(max_tokens=4000), request_id=name) for name in "ab"]
+        eventually(lambda: busy(server) == 2, 20.0, "one runs, and one waits")
+        _, err = run(*node_command(node, server, "x"), code=1)
+        for name in "ab":
+            client.cancel(name)
+        assert [each.result().finish_reason for each in long] == ["cancelled", "cancelled"]
+    assert "RESOURCE_EXHAUSTED: " in err
+    (delay,) = re.findall(r"(?m)^  come again in (\S+) s$", err)
+    assert 0 < float(delay) < 600
+
+
 def test_node_leaves_and_is_interrupted(node: Path, server: NullServer) -> None:
     out, err = run(*node_command(node, server, "x", "--max-tokens", "4000", "--enough", "30"))
     assert len(out) >= 30
@@ -238,6 +259,26 @@ def test_node_leaves_and_is_interrupted(node: Path, server: NullServer) -> None:
         process.kill()
         process.wait(10)
     eventually(lambda: busy(server) == 0, 10.0, "what was interrupted has ended")
+
+
+# -- buf ------------------------------------------------------------------------------------------------------------
+
+
+def test_buf_calls_by_reflection_v1(server: NullServer) -> None:
+    buf = node_modules(REPOSITORY / "tests" / "support" / "buf") / "node_modules" / ".bin" / "buf"
+    curl = (buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "--reflect-protocol", "grpc-v1")
+    address = f"http://{server.address}"
+    out, _ = run(*curl, "--list-methods", address)
+    assert {"pdserve.v1.Generation/Generate", "inference.GRPCInferenceService/ModelInfer"} <= set(out.split())
+    data = json.dumps({"prompt": "x", "sampling": {"max_tokens": 5}})
+    out, _ = run(*curl, "--data", data, f"{address}/pdserve.v1.Generation/Generate")
+    assert re.search(r'"completionTokens": *5\b', out), out
+    data = json.dumps({"prompt": "x", "sampling": {"temperature": 9}})
+    _, err = run(*curl, "--data", data, f"{address}/pdserve.v1.Generation/Generate", ok=False)
+    told = json.loads(err[err.index("{") :])
+    assert told["code"] == "invalid_argument"
+    assert told["message"].startswith("sampling.temperature: ")
+    assert "google.rpc.BadRequest" in [detail["type"] for detail in told["details"]]
 
 
 # -- grpcurl and API keys --------------------------------------------------------------------------------------------

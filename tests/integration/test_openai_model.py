@@ -5,24 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from pdcore.logprobs import Logprobs
 from pdcore.types import Role
 from router.client import Client, Sampling
 from tests.support.local_cluster import LocalCluster
 from tests.support.processes import worker_config
-from tests.support.tiny_model import tiny_llama
+from tests.support.tool_model import tool_llama
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog is not amused: \u00e9t\u00e9."
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    model = tiny_llama(tmp_path_factory.mktemp("model"))
+    model = tool_llama(tmp_path_factory.mktemp("model"))
     configs = [worker_config(model, Role.AGGREGATED)]
     with LocalCluster(model, tmp_path_factory.mktemp("cluster"), configs, forked=True, http_port=0) as cluster:
         yield cluster
@@ -160,6 +161,41 @@ def test_a_chat_is_scored(api: openai.OpenAI, grpc: Client) -> None:
     streamed = [entry for e in events if e.choices[0].logprobs for entry in e.choices[0].logprobs.content or ()]
     assert [(entry.token, entry.bytes) for entry in streamed] == [(entry.token, entry.bytes) for entry in content]
     assert [entry.logprob for entry in streamed] == pytest.approx([entry.logprob for entry in content], abs=1e-4)
+
+
+class Wish(BaseModel):
+    """What somebody wants."""
+
+    drink: Literal["tea", "coffee"]
+    cups: Literal[1, 2]
+
+
+def test_answers_and_calls_have_the_form_that_was_asked_for(api: openai.OpenAI) -> None:
+    """A model of random numbers would say anything else."""
+    asked: Any = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Well?"}],
+        "max_tokens": 200,
+        "temperature": 1,
+        "seed": 1,
+    }
+    chats = api.chat.completions
+    answer = chats.parse(**asked, response_format=Wish)
+    assert isinstance(answer.choices[0].message.parsed, Wish)
+    assert answer.choices[0].finish_reason == "stop"
+    answer = chats.parse(**(asked | {"max_tokens": 20}), response_format={"type": "json_object"})
+    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+    response = api.responses.parse(model="tiny", input="Well?", text_format=Wish, max_output_tokens=200)
+    assert isinstance(response.output_parsed, Wish)
+
+    tools = [openai.pydantic_function_tool(Wish, name=name) for name in ("bring", "send")]
+    named = {"type": "function", "function": {"name": "send"}}
+    for choice, names in (("required", {"bring", "send"}), (named, {"send"})):
+        answer = chats.parse(**asked, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.function.name in names
+        assert isinstance(call.function.parsed_arguments, Wish)
+        assert answer.choices[0].finish_reason == "tool_calls"
 
 
 def test_forms_stops_and_counts(api: openai.OpenAI) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from pdcore.types import Role
 from tests.integration.test_openai import Cluster
-from tests.integration.test_openai_tools import ARGUMENTS, TWO, WEATHER, Actor
+from tests.integration.test_openai_tools import ARGUMENTS, COLOGNE, TWO, WEATHER, Actor, Weather
 from tests.integration.test_router_flow import Gate
 from tests.support.null_cluster import pair, until
 from tests.support.null_worker import NullWorker
@@ -124,6 +124,30 @@ async def test_calls_and_their_events(cluster: Cluster, actor: Actor) -> None:
     assert "".join(event.delta for event in of if event.output_index == 1) == ARGUMENTS
     assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
     assert final.output[1].arguments == ARGUMENTS  # type: ignore[union-attr]
+
+
+async def test_answers_are_parsed_by_the_client(cluster: Cluster, actor: Actor) -> None:
+    """What its helpers make of a class, and of our answer."""
+    responses = cluster.api.responses
+    actor.says(COLOGNE.model_dump_json())
+    response = await responses.parse(model="null", input="Well?", text_format=Weather)
+    assert response.output_parsed == COLOGNE
+    schema = json.loads(actor.asked[-1].sampling.structured_output.json_schema)
+    assert (schema["required"], schema["additionalProperties"]) == (["city", "days"], False)
+    async with responses.stream(model="null", input="Well?", text_format=Weather) as stream:
+        events = [event async for event in stream]
+        assert (await stream.get_final_response()).output_parsed == COLOGNE
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert done.parsed == COLOGNE
+    assert json.loads(actor.asked[-1].sampling.structured_output.json_schema) == schema
+
+    tool: Any = openai.pydantic_function_tool(Weather, name="get_weather")["function"]
+    actor.says(f'<tool_call>\n{{"name": "get_weather", "arguments": {COLOGNE.model_dump_json()}}}\n</tool_call>')
+    response = await responses.parse(model="null", input="Well?", tools=[{"type": "function", **tool}])
+    (call,) = response.output
+    assert call.type == "function_call"
+    assert Weather.model_validate_json(call.arguments) == COLOGNE
+    assert "TEXT" in actor.grammar, "it is strict"
 
 
 async def test_a_conversation_goes_on(cluster: Cluster, actor: Actor) -> None:

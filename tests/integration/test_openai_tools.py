@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 from tokenizers import Tokenizer
 
 from protos import worker_pb2
@@ -218,6 +219,49 @@ async def test_forms_of_answers(cluster: Cluster, actor: Actor) -> None:
         model="null", prompt="x", extra_body={"response_format": {"type": "json_object"}}
     )
     assert actor.asked[-1].sampling.structured_output.json_object
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    city: str
+    days: list[int] | None
+
+
+COLOGNE = Weather(city="K\u00f6ln", days=[1, 2])
+
+
+async def test_answers_are_parsed_by_the_client(cluster: Cluster, actor: Actor) -> None:
+    """What its helpers make of a class, and of our answer."""
+    asked: Any = {"model": "null", "messages": [USER]}
+    chats = cluster.api.chat.completions
+    actor.says(COLOGNE.model_dump_json())
+    answer = await chats.parse(**asked, response_format=Weather)
+    assert answer.choices[0].message.parsed == COLOGNE
+    schema = json.loads(actor.asked[-1].sampling.structured_output.json_schema)
+    assert (schema["required"], schema["additionalProperties"]) == (["city", "days"], False)
+    async with chats.stream(**asked, response_format=Weather) as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.parsed == COLOGNE
+    assert {"chunk", "content.delta", "content.done"} <= set(kinds)
+    assert json.loads(actor.asked[-1].sampling.structured_output.json_schema) == schema
+    with pytest.raises(openai.LengthFinishReasonError):
+        await chats.parse(**asked, response_format=Weather, max_tokens=3)
+
+    tool = openai.pydantic_function_tool(Weather, name="get_weather")
+    actor.says(f'<tool_call>\n{{"name": "get_weather", "arguments": {COLOGNE.model_dump_json()}}}\n</tool_call>')
+    answer = await chats.parse(**asked, tools=[tool])
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == COLOGNE
+    assert "TEXT" in actor.grammar, "it is strict"
+    async with chats.stream(**asked, tools=[tool]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_completion()
+    (call,) = final.choices[0].message.tool_calls or ()
+    assert call.function.parsed_arguments == COLOGNE
+    (done,) = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert (done.name, done.parsed_arguments) == ("get_weather", COLOGNE)
 
 
 async def test_templates_are_told_more(cluster: Cluster, actor: Actor) -> None:
