@@ -29,6 +29,7 @@ from engine.sequence import Sequence, SequenceState, SwapPhase
 from engine.step import KvCache
 from pdcore.config import PREEMPT_BY_RECOMPUTE, EngineConfig
 from pdcore.errors import ConfigError, PdserveError
+from pdcore.tracebacks import wordless
 from pdcore.types import KvGeometry, RequestKey
 
 if TYPE_CHECKING:
@@ -156,11 +157,11 @@ class ThreadCopier:
             while (copy := self._copies.get()) is not None:
                 copy.run(self._cache, self._stopping.is_set)
                 if copy.error is not None and not isinstance(copy.error, CopyCancelled):
-                    logger.error("request %s: a swap has failed", copy.key.request_id, exc_info=copy.error)
+                    logger.error("request %s: a swap has failed", copy.key.request_id, exc_info=wordless(copy.error))
                 self._done(copy)
                 del copy  # or its host memory would be kept until the next one comes
         except BaseException as error:
-            logger.exception("the swap thread has failed")
+            logger.exception("the swap thread has failed", exc_info=wordless(error))
             self._on_crash(error)
 
 

@@ -18,6 +18,7 @@ from pdcore.clock import Clock
 from pdcore.config import TransferConfig
 from pdcore.errors import FrameError
 from pdcore.faults import FaultPoints
+from pdcore.tracebacks import wordless
 from pdcore.types import KvTransferStats
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,8 @@ class FrameIntake:
             return
         except Exception as error:
             # A bug of ours must not cost the thread: the frame is answered, its ticket ends.
-            logger.exception("decoding frame %d of %s failed", job.frame_index, target.key)
-            self._frame_bad(job, FrameError(f"decoding failed: {error}"), retryable=False)
+            logger.exception("decoding frame %d of %s failed", job.frame_index, target.key, exc_info=wordless(error))
+            self._frame_bad(job, FrameError(f"decoding failed: {type(error).__name__}"), retryable=False)
             return
         codec_bytes = tuple((section.codec, section.raw_bytes) for section in header.sections)
         with self._desk.lock:
@@ -120,10 +121,12 @@ class FrameIntake:
             )
         except Exception as error:
             # Whatever the cache objects to, the ticket must end and its scatter must count as over.
-            logger.exception("scatter of frame %d of %s failed", job.frame_index, target.key)
+            logger.exception(
+                "scatter of frame %d of %s failed", job.frame_index, target.key, exc_info=wordless(error)
+            )
             with self._desk.lock:
                 effects = self._desk.table.scatter_failed(
-                    job.ref, job.stream.number, job.frame_index, f"scatter failed: {error}"
+                    job.ref, job.stream.number, job.frame_index, f"scatter failed: {type(error).__name__}"
                 )
             self._desk.perform(effects, job)
             return
@@ -165,8 +168,8 @@ class FrameIntake:
         )
         try:
             accepted = self._host.on_commit(ticket.key, ticket.first_tokens, stats)
-        except Exception:
-            logger.exception("the host failed to commit %s", ticket.key)
+        except Exception as error:
+            logger.exception("the host failed to commit %s", ticket.key, exc_info=wordless(error))
             accepted = False
         if accepted:
             self._faults.hit("decode.after_commit")

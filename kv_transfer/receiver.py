@@ -43,6 +43,7 @@ from pdcore.config import TransferConfig, convertible
 from pdcore.costs import CodecCost
 from pdcore.errors import HandshakeRefused, TicketError
 from pdcore.faults import FaultPoints
+from pdcore.tracebacks import wordless
 from pdcore.types import DTYPE_BYTES, KvEndpoint, KvTicket, RequestKey
 from protos import kv_pb2_grpc
 
@@ -397,5 +398,5 @@ class KvReceiver:
             self._desk.counters.failed += release.failed and not isinstance(release.reason, Revocation)
         try:
             self._host.on_release(release.key, release.reason, release.failed)
-        except Exception:
-            logger.exception("the host failed to release %s", release.key)
+        except Exception as error:
+            logger.exception("the host failed to release %s", release.key, exc_info=wordless(error))

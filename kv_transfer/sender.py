@@ -59,6 +59,7 @@ from pdcore.config import TransferConfig
 from pdcore.costs import CodecCost
 from pdcore.errors import FrameError, TicketError, TicketRevoked, TransferError, TransferTimeout
 from pdcore.faults import FaultPoints
+from pdcore.tracebacks import wordless
 from pdcore.types import KvTicket, RequestKey
 
 logger = logging.getLogger(__name__)
@@ -369,8 +370,8 @@ class KvSender:
             packed = pack_frame(values, send.limits, span, turn.codec)
         except Exception as error:
             # Whatever the cache objects to, this send must end and its gather must count as over.
-            logger.exception("gathering frame %d of %s failed", task.frame_index, send.key)
-            problem = f"gather failed: {error}"
+            logger.exception("gathering frame %d of %s failed", task.frame_index, send.key, exc_info=wordless(error))
+            problem = f"gather failed: {type(error).__name__}"
         if packed is not None and turn.lane is not None:
             loaded = turn.lane.lane.load(packed.data)
         with self._changed:
@@ -452,8 +453,8 @@ class KvSender:
         )
         try:
             delivery.on_done(outcome)
-        except Exception:
-            logger.exception("on_done of %s failed", send.key)
+        except Exception as error:
+            logger.exception("on_done of %s failed", send.key, exc_info=wordless(error))
 
 
 def _nobodys_fault(failure: SendFailure) -> bool:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from pdcore.errors import ConfigError
+from pdcore.tracebacks import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class CrashGuard:
         try:
             loop()
         except BaseException as error:
-            logger.exception("thread %s died", threading.current_thread().name)
+            logger.exception("thread %s died", threading.current_thread().name, exc_info=wordless(error))
             with self._lock:
                 first, self._crashed = not self._crashed, True
             if first and self._on_crash is not None:

@@ -14,6 +14,7 @@ import grpc
 from pdcore.clock import Clock
 from pdcore.config import RouterConfig
 from pdcore.errors import AlreadyRunning, RequestError, Unavailable
+from pdcore.tracebacks import wordless
 from protos import routers_pb2, routers_pb2_grpc
 from router.channels import internal_channel_options
 from security.internal import PLAIN, Internal
@@ -220,8 +221,8 @@ class Claims:
                 if not failing:
                     logger.warning("%d idempotency keys are not renewed: %s", len(claims), _words(error))
                 failing = True
-            except Exception:
-                logger.exception("idempotency keys are not renewed")
+            except Exception as error:
+                logger.exception("idempotency keys are not renewed", exc_info=wordless(error))
                 failing = True
 
     async def _renew(self, claims: list[Claim]) -> None:

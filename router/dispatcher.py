@@ -21,6 +21,7 @@ from pdcore.errors import (
     NoWorker,
     RequestError,
 )
+from pdcore.tracebacks import wordless
 from pdcore.types import FinishReason, PriorityClass
 from protos import kv_pb2, worker_pb2
 from protos.convert import logprobs_from_proto, spec_to_proto, stats_from_proto
@@ -604,7 +605,8 @@ class Dispatcher:
 
     def _bug(self, active: ActiveRequest, error: Exception) -> None:
         request_id = active.tracker.request_id
-        logger.error("internal error in request %s", request_id, exc_info=error, extra={"request_id": request_id})
+        about = {"request_id": request_id}
+        logger.error("internal error in request %s", request_id, exc_info=wordless(error), extra=about)
         if active.tracker.state is not RequestState.ENDED:
             self._abandon(active, InternalError(f"internal error; request id {request_id}"))
 

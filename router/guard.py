@@ -13,6 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pdcore.errors import InternalError, InvalidRequest, RequestError, UnknownMethod
+from pdcore.tracebacks import wordless
 from router.api_keys import Door
 from router.arrivals import Arrivals
 from router.calls import ClientGone
@@ -157,7 +158,8 @@ async def _fail(context: grpc.aio.ServicerContext, error: Exception, request: An
 
 def bug(error: Exception, request_id: str) -> InternalError:
     """What a client is told of an error that is ours; the log has the rest under the same id."""
-    logger.error("internal error in a call, request %s", request_id, exc_info=error, extra={"request_id": request_id})
+    about = {"request_id": request_id}
+    logger.error("internal error in a call, request %s", request_id, exc_info=wordless(error), extra=about)
     failure = InternalError(f"internal error, request {request_id}")
     failure.request_id = request_id
     return failure

@@ -11,6 +11,7 @@ import grpc
 
 from pdcore.clock import Clock
 from pdcore.errors import HandshakeRefused, PdserveError, Unavailable
+from pdcore.tracebacks import wordless
 from pdcore.types import PROTOCOL_VERSION, KvGeometry, ModelInfo, RequestKey, Role, WorkerLoad
 from protos import membership_pb2, worker_pb2, worker_pb2_grpc
 from protos.convert import geometry_from_proto, load_from_proto, model_from_proto, role_from_proto
@@ -217,9 +218,9 @@ class WorkerClient:
                 self._lost(f"{error.code().name}: {error.details()}")
             except PdserveError as error:
                 self._lost(str(error))
-            except Exception:
+            except Exception as error:
                 # A bug in handling one event must not leave the worker without a session for ever.
-                logger.exception("session with %s failed", self.worker_id)
+                logger.exception("session with %s failed", self.worker_id, exc_info=wordless(error))
                 self._lost("internal error in the session")
             backoff = MIN_BACKOFF_S if had_session else min(MAX_BACKOFF_S, 2 * backoff)
             await asyncio.sleep(backoff)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from engine.engine import Engine, StepPlan, StepResult
 from pdcore.errors import InternalError
+from pdcore.tracebacks import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class EngineLoop:
             while self._step_or_wait():
                 pass
         except BaseException as error:
-            logger.exception("the engine loop has failed")
+            logger.exception("the engine loop has failed", exc_info=wordless(error))
             self._on_crash(error)
 
     def _pin(self) -> None:
@@ -113,11 +114,11 @@ class EngineLoop:
         """A step that raises ends its own requests, not the worker, unless steps keep raising."""
         try:
             output = self._engine.execute(plan)
-        except Exception:
+        except Exception as error:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= _FAILED_STEPS_AT_MOST:
                 raise
-            logger.exception("step %d has failed", plan.step_id)
+            logger.exception("step %d has failed", plan.step_id, exc_info=wordless(error))
             return self._engine.fail(plan, InternalError("the forward pass failed"))
         self._failed_in_a_row = 0
         return self._engine.apply(plan, output)

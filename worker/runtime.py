@@ -187,7 +187,7 @@ class WorkerRuntime:
 
     def crashed(self, error: BaseException) -> None:
         """A thread without which this worker cannot do its work has ended by `error`."""
-        self.fail(f"{threading.current_thread().name} has failed: {error!r}")
+        self.fail(f"{threading.current_thread().name} has failed: {type(error).__name__}")
 
     def _watch_progress(self) -> None:
         """Fail if the engine's loop stands still, so that this worker is not routed to, and is started anew."""

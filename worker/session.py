@@ -22,6 +22,7 @@ import grpc
 from engine.step_log import StepRecord
 from pdcore.clock import Clock
 from pdcore.errors import HandshakeRefused, InvalidRequest, PdserveError, Unavailable
+from pdcore.tracebacks import wordless
 from pdcore.types import PROTOCOL_VERSION, RequestKey, RequestSpec, WorkerLoad
 from protos import worker_pb2, worker_pb2_grpc
 from protos.convert import spec_from_proto, ticket_from_proto, ticket_to_proto
@@ -263,7 +264,7 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
         try:
             self._end_silent_sessions()
         except Exception as error:
-            logger.exception("the watch over sessions has failed")
+            logger.exception("the watch over sessions has failed", exc_info=wordless(error))
             self._on_crash(error)
 
     def _end_silent_sessions(self) -> None:
@@ -285,9 +286,9 @@ class SessionHub(worker_pb2_grpc.WorkerServicer):
             self._end(session, "the router closed it")
         except grpc.RpcError:
             self._end(session, "the stream broke")
-        except Exception:
+        except Exception as error:
             # A bug in a handler must not leave a session that listens to nobody.
-            logger.exception("a command of router %s failed", session.router_id)
+            logger.exception("a command of router %s failed", session.router_id, exc_info=wordless(error))
             self._end(session, "internal error")
             session.cancel()
 

@@ -24,6 +24,7 @@ from kv_transfer.messages import GroupStore, LaneFrame, NixlStaging, ProcessGrou
 from kv_transfer.staging import copy_bytes
 from kv_transfer.threads import pin_thread
 from kv_transfer.transports.process_group import RECEIVER, SENDER, PairGroup, host_store, reach_store
+from pdcore.tracebacks import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +151,8 @@ class CollectiveSendLane:
         except LaneError as error:
             self._failed(str(error))
         except Exception as error:
-            logger.exception("a lane's thread failed")
-            self._failed(f"its thread failed: {error}")
+            logger.exception("a lane's thread failed", exc_info=wordless(error))
+            self._failed(f"its thread failed: {type(error).__name__}")
         finally:
             if self._group is not None:
                 self._group.abort()
@@ -243,8 +244,8 @@ class CollectiveReceiveLane:
         except LaneError as error:
             self._failed(str(error))
         except Exception as error:
-            logger.exception("a lane's thread failed")
-            self._failed(f"its thread failed: {error}")
+            logger.exception("a lane's thread failed", exc_info=wordless(error))
+            self._failed(f"its thread failed: {type(error).__name__}")
         finally:
             self._give_up(posted)
 

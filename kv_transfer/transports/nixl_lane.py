@@ -31,6 +31,7 @@ from kv_transfer.messages import GroupStore, LaneFrame, NixlStaging, NixlWriter
 from kv_transfer.ring import RingSpace
 from kv_transfer.staging import RingLoader, frame_bytes, ring_bytes
 from kv_transfer.threads import pin_thread
+from pdcore.tracebacks import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -237,8 +238,8 @@ class NixlSendLane:
         except LaneError as error:
             self._failed(str(error))
         except Exception as error:
-            logger.exception("a lane's thread failed")
-            self._failed(f"its thread failed: {error}")
+            logger.exception("a lane's thread failed", exc_info=wordless(error))
+            self._failed(f"its thread failed: {type(error).__name__}")
         finally:
             if self._memory is not None:
                 self._agent.rest(self._memory)
