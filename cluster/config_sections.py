@@ -375,8 +375,9 @@ class RouterSection(Section):
     )
     api_keys_file: str = Field(
         default="",
-        description="file of API keys: a mapping of SHA-256 digests of keys, in hexadecimal, to tenants; every "
-        "request needs a key then; empty: no keys, tenants are who they say they are",
+        description="file of API keys: a mapping of SHA-256 digests of keys, in hexadecimal, to tenants, or to "
+        "{tenant: NAME, admin: true} for keys that the Admin service takes; every request needs a key then; empty: "
+        "no keys, tenants are who they say they are",
     )
     token_window: int = Field(
         default=64, ge=1, description="tokens per request that the client has not taken yet, at most"

@@ -43,15 +43,17 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     Args:
         open_to_all: services (``package.Service``) and methods (``package.Service/Method``) that need no key.
+        for_admins: services that need an operator's.
 
     Attributes:
         arrivals: of the calls of all other methods.
     """
 
-    def __init__(self, door: Door, open_to_all: Collection[str]) -> None:
+    def __init__(self, door: Door, open_to_all: Collection[str], for_admins: Collection[str]) -> None:
         self.arrivals = Arrivals()
         self._door = door
         self._open_to_all = frozenset(open_to_all)
+        self._for_admins = frozenset(for_admins)
 
     async def intercept_service(
         self,
@@ -61,13 +63,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         handler = await continuation(details)
         if handler is None:
             return _refusing(UnknownMethod(f"there is no method {details.method[:256]!r} here"))
-        method = details.method.lstrip("/")
-        if method not in self._open_to_all and method.partition("/")[0] not in self._open_to_all:
-            self.arrivals.note()
-            try:
-                self._door.caller(details.invocation_metadata or ())
-            except RequestError as error:
-                return _refusing(error)
+        method, metadata = details.method.lstrip("/"), details.invocation_metadata or ()
+        service = method.partition("/")[0]
+        try:
+            if service in self._for_admins:
+                self._door.admit_admin(metadata)
+            elif method not in self._open_to_all and service not in self._open_to_all:
+                self.arrivals.note()
+                self._door.caller(metadata)
+        except RequestError as error:
+            return _refusing(error)
         return _guarded(handler)
 
 

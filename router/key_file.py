@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from pdcore.errors import ConfigError
+from pdcore.tracebacks import wordless
 from router.api_keys import ApiKeys, Door
 from security.files import Stamp, stamp_of
 
@@ -36,8 +37,8 @@ class KeyFile:
                     logger.info("the API keys in %s are used", self._path)
             except ConfigError as error:
                 logger.error("the API keys that were read before are used on: %s", error)
-            except Exception:  # a bug must not keep later versions from being read
-                logger.exception("the file of API keys could not be looked at")
+            except Exception as error:  # a bug must not keep later versions from being read
+                logger.exception("the file of API keys could not be looked at", exc_info=wordless(error))
 
     def _look(self) -> bool:
         """Whether there are new keys. Raises ConfigError, once for each version that is not right."""

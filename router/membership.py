@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import grpc
 
 from pdcore.clock import Clock, MonotonicClock
+from pdcore.tracebacks import wordless
 from protos import membership_pb2, membership_pb2_grpc, routers_pb2
 from router.channels import internal_channel_options
 from security.internal import PLAIN, Internal
@@ -84,9 +85,9 @@ class MembershipWatcher:
                 problem = "the controller ended the stream" if lists else "no list from the controller"
             except grpc.aio.AioRpcError as error:
                 problem = f"{error.code().name}: {error.details()}"
-            except Exception:
+            except Exception as error:
                 # A list that cannot be used must not end the watch.
-                logger.exception("membership: a list could not be applied")
+                logger.exception("membership: a list could not be applied", exc_info=wordless(error))
                 problem = "a list could not be applied"
             # Quiet once the controller is known to be away, so that a long absence does not fill the log.
             if lists or backoff < MAX_BACKOFF_S:

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-OPEN_TO_ALL = (ADMIN, HEALTH, *REFLECTION, *INFERENCE_PROBES)
+OPEN_TO_ALL = (HEALTH, *REFLECTION, *INFERENCE_PROBES)
 """Services and methods that need no API key."""
 
 STOP_GRACE_S = 0.5
@@ -154,7 +154,7 @@ class RouterServer:
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
         door = Door(None if key_file is None else key_file.keys)
         generation = GenerationService(calls, door)
-        guard = self._guard = Guard(door, OPEN_TO_ALL)
+        guard = self._guard = Guard(door, OPEN_TO_ALL, for_admins=(ADMIN,))
         server = grpc.aio.server(
             interceptors=(guard,),
             options=(*public_server_options(config.max_message_bytes), *connection_limits(config)),

@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call
+from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call, read_api_key
+from cluster.cli.options import ApiKeyFile
 from cluster.cli.steps import show_steps
 from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from pdcore.addresses import grpc_address, http_address
@@ -40,6 +41,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     steps: Annotated[bool, typer.Option("--steps", help="What each worker's last steps did, and why.")] = False,
     last: Annotated[int, typer.Option(min=1, max=512, help="How many steps --steps shows.")] = 20,
+    api_key_file: ApiKeyFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -54,8 +56,11 @@ def status(
       pdserve status --json --address 127.0.0.1:50051
 
       pdserve status --steps --last 50
+
+      pdserve status --api-key-file operator.key
     """
-    with connect(address, tls=client_tls(tls_ca, tls_cert, tls_key, tls_name)) as channel:
+    tls = client_tls(tls_ca, tls_cert, tls_key, tls_name)
+    with connect(address, read_api_key(api_key_file), tls) as channel:
         admin = admin_pb2_grpc.AdminStub(channel)
         reply: admin_pb2.GetStatusReply | admin_pb2.GetClusterStepsReply
         try:

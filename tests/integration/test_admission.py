@@ -13,6 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from pdcore.api_key import key_metadata
 from pdcore.classes import ClassObjective, ClassObjectives, TenantLimits
 from pdcore.errors import ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, RateLimited, Unauthenticated
 from pdcore.step_time import MIN_STEPS, StepTime
@@ -25,7 +26,7 @@ from tests.support.null_cluster import NullCluster, pair, until
 from tests.support.null_worker import NullWorker
 from tests.support.tiny_model import tiny_llama
 
-KEYS = {"key-of-acme": "acme", "key-of-globex": "globex"}
+KEYS = {"key-of-acme": "acme", "key-of-globex": "globex", "key-of-ops": "{tenant: ops, admin: true}"}
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +69,10 @@ def running(cluster: NullCluster, tenant: str) -> int:
     return cluster.dispatcher.admission.tenants.running(tenant)
 
 
-async def classes(cluster: NullCluster) -> dict[str, admin_pb2.ClassStatus]:
+async def classes(cluster: NullCluster, key: str = "") -> dict[str, admin_pb2.ClassStatus]:
     async with grpc.aio.insecure_channel(cluster.router.address) as channel:
-        status = await admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest())
+        stub = admin_pb2_grpc.AdminStub(channel)
+        status = await stub.GetStatus(admin_pb2.GetStatusRequest(), metadata=key_metadata(key))
     return {entry.name: entry for entry in status.classes}
 
 
@@ -113,7 +115,20 @@ async def test_with_keys_every_public_call_needs_one(
             listing = reflection_pb2.ServerReflectionRequest(list_services="")
             call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([listing]))
             assert (await anext(aiter(call))).list_services_response.service
-        assert await classes(cluster)
+            # What an operator asks is for operators, above all what makes calls to every worker.
+            admin = admin_pb2_grpc.AdminStub(channel)
+            for key in ("", "key-of-nobody", "key-of-acme"):
+                for method, message in (
+                    (admin.GetStatus, admin_pb2.GetStatusRequest()),
+                    (admin.GetSteps, worker_pb2.GetStepsRequest(count=1)),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as closed:
+                        await method(message, metadata=key_metadata(key))
+                    assert closed.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                    assert ("admin: true" in closed.value.details()) == (key == "key-of-acme")
+        assert await classes(cluster, "key-of-ops")
+        async with AsyncClient(cluster.router.address, api_key="key-of-ops") as operator:
+            assert (await operator.complete([1], Sampling(max_tokens=1), tenant="ops")).token_ids
     shown = "\n".join([caplog.text, *(str(record.__dict__) for record in caplog.records)])
     assert "acme" in shown, "tenants are logged"
     assert "key-of" not in shown

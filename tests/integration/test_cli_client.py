@@ -268,6 +268,12 @@ def test_the_key_comes_from_a_file_or_the_environment_and_is_not_shown(
         assert "two words" not in run.err
     assert "cannot be read" in Run(*scored, "--api-key-file", str(tmp_path / "none")).err
     assert len(cluster.keys) == 3 * calls
+    # An operator's, of whoever asks for the status.
+    cluster.keys.clear()
+    path.write_text("an-operator's\n")
+    for more in ((), ("--steps",)):
+        assert Run("status", "--json", *more, "--address", cluster.address, "--api-key-file", str(path)).code == 0
+    assert cluster.keys == ["Bearer an-operator's"] * 2
 
 
 SCORED = [

@@ -105,11 +105,13 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
     def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusReply:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         return self.status
 
     def GetSteps(
         self, request: worker_pb2.GetStepsRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetClusterStepsReply:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         self.asked_steps = request.count
         return self.steps
 

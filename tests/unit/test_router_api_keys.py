@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 
 from pdcore.api_key import MAX_KEY_CHARS, key_metadata
 from pdcore.errors import ConfigError, InvalidRequest, Unauthenticated
-from router.api_keys import ApiKeys, Door, tenant_of
+from router.api_keys import ApiKeys, Door, Holder, tenant_of
+from security import secret
 
 KEY = "sk-3f9a77c1d0"
 DIGEST = hashlib.sha256(KEY.encode()).hexdigest()
@@ -37,14 +39,60 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [json.dumps, lambda d: "".join(f"{k}: {v}\n" for k, v in d.items())])
 def test_yaml_and_json(tmp_path: Path, write) -> None:  # type: ignore[no-untyped-def]
     keys = load(tmp_path, write({DIGEST: "acme", digest_of("other").upper(): "b"}))
-    assert keys.tenant(key_metadata(KEY)) == "acme"
-    assert keys.tenant((("x", "y"), *key_metadata("other"))) == "b"
-    assert keys.tenant([("authorization", f"bearer  {KEY}")]) == "acme"
+    assert keys.holder(key_metadata(KEY)) == Holder("acme")
+    assert keys.holder((("x", "y"), *key_metadata("other"))) == Holder("b")
+    assert keys.holder([("authorization", f"bearer  {KEY}")]) == Holder("acme")
 
 
 def test_digests_and_tenants_that_look_like_numbers(tmp_path: Path) -> None:
     key = next(str(n) for n in range(10**6) if digest_of(str(n)).startswith(("0e", "1e")))
-    assert load(tmp_path, f"{digest_of(key)}: 007\n").tenant(key_metadata(key)) == "007"
+    assert load(tmp_path, f"{digest_of(key)}: 007\n").holder(key_metadata(key)) == Holder("007")
+
+
+@pytest.mark.parametrize(
+    ("entry", "holder"),
+    [
+        ("{tenant: ops, admin: true}", Holder("ops", admin=True)),
+        ('{"admin": true, "tenant": "ops"}', Holder("ops", admin=True)),
+        ("{tenant: 007, admin: false}", Holder("007")),
+        ("{tenant: ops}", Holder("ops")),
+    ],
+)
+def test_operators(tmp_path: Path, entry: str, holder: Holder) -> None:
+    keys = load(tmp_path, f"{DIGEST}: {entry}\n")
+    assert keys.holder(key_metadata(KEY)) == holder
+    door = Door(keys)
+    assert door.caller(key_metadata(KEY)) == holder.tenant
+    if holder.admin:
+        door.admit_admin(key_metadata(KEY))
+    else:
+        with pytest.raises(Unauthenticated, match="no operator's"):
+            door.admit_admin(key_metadata(KEY))
+    for nobody in ((), key_metadata("another")):
+        with pytest.raises(Unauthenticated):
+            door.admit_admin(nobody)
+
+
+def test_keys_are_compared_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """API keys and the cluster's secret, right ones and wrong ones: whole, by what takes the same time for each."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def spy(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return False
+
+    keys = load(tmp_path, f"{DIGEST}: acme\n")
+    monkeypatch.setattr(hmac, "compare_digest", spy)
+    for given in (KEY, "another"):
+        with pytest.raises(Unauthenticated):  # nothing else opens
+            keys.holder(key_metadata(given))
+    digest = bytes.fromhex(DIGEST)
+    assert compared == [(digest, digest), (b"", hashlib.sha256(b"another").digest())]
+    compared.clear()
+    gate = secret._Gate("right" * 4)
+    for given in ("right" * 4, "wrong"):
+        assert not gate.open_to("/pdserve.v1.Kv/Push", [(secret.SECRET_METADATA, given)])
+    assert compared == [(b"right" * 4, b"right" * 4), (b"wrong", b"right" * 4)]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +128,13 @@ def test_nobody_else_gets_in(tmp_path: Path, metadata) -> None:  # type: ignore[
         (f"{KEY}: acme", "64 hexadecimal digits.*line 1"),
         (f"{DIGEST}: a\n{KEY}: b", "line 2"),
         (f"{DIGEST}: [a]", "a tenant's name.*line 1"),
+        (f"{DIGEST}: {{admin: true}}", "tenant: NAME, admin: true.*line 1"),
+        (f"{DIGEST}: {{tenant: a, admin: yes}}", "tenant: NAME, admin: true.*line 1"),
+        (f"{DIGEST}: {{tenant: a, operator: true}}", "tenant: NAME, admin: true.*line 1"),
+        (f"{DIGEST}: {{tenant: a, admin: true, admin: true}}", "tenant: NAME, admin: true.*line 1"),
+        (f"{DIGEST}: {{tenant: {{a: b}}}}", "tenant: NAME, admin: true.*line 1"),
+        (f"{DIGEST}: {{? [tenant] : a}}", "tenant: NAME, admin: true.*line 1"),
+        (f"{DIGEST}: {{tenant: ''}}", "a tenant's name"),
         (f"{DIGEST}: ''", "a tenant's name"),
         (f"{DIGEST}: {'x' * 129}", "128 characters"),
         (f"{DIGEST}: a\n{DIGEST.upper()}: b", "each key once.*line 2"),
@@ -102,6 +157,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_without_keys_tenants_are_who_they_say_they_are() -> None:
     assert Door(None).caller(()) is None
+    Door(None).admit_admin(())
     assert tenant_of(None, "acme") == "acme"
 
 
