@@ -1,9 +1,9 @@
-"""Real workers whose hops are encrypted: KV goes over TLS, and nobody without the secret is served."""
+"""Real workers whose hops are encrypted: KV and registrations go over TLS, and nobody without the secret is served."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.membership import MembershipServer
 from decode_worker.worker import DecodeWorker
+from kv_transfer.negotiation import Negotiation, Offer, negotiate
+from kv_transfer.transports.catalog import available_transports
 from pdcore.config import TransferConfig
 from pdcore.errors import PdserveError
 from pdcore.security import InternalSecurity
@@ -39,21 +41,32 @@ def security(tmp_path_factory: pytest.TempPathFactory) -> InternalSecurity:
     return Authority(tmp_path_factory.mktemp("authority")).internal()
 
 
-@pytest.fixture(scope="module")
-def workers(model: Path, security: InternalSecurity) -> Iterator[tuple[PrefillWorker, DecodeWorker]]:
+Pair = tuple[PrefillWorker, DecodeWorker]
+
+
+@contextmanager
+def running(
+    model: Path, security: InternalSecurity, transfer: TransferConfig, controller: str = ""
+) -> Iterator[Pair]:
     with ExitStack() as stack:
         made = []
         for role, kind in ((Role.PREFILL, PrefillWorker), (Role.DECODE, DecodeWorker)):
-            config = worker_config(model, role, prefix_cache=False)
-            transfer = replace(config.transfer, transport="grpc", codec="raw")
-            worker = kind(replace(config, security=security, transfer=transfer))
+            config = worker_config(model, role, prefix_cache=False, controller=controller, transfer=transfer)
+            worker = kind(replace(config, security=security))
             stack.callback(worker.stop)
             worker.start()
             made.append(worker)
         yield made[0], made[1]  # type: ignore[misc]
 
 
-def test_kv_travels_encrypted(workers: tuple[PrefillWorker, DecodeWorker], security: InternalSecurity) -> None:
+@pytest.fixture(scope="module")
+def workers(model: Path, security: InternalSecurity) -> Iterator[Pair]:
+    with running(model, security, TransferConfig(transport="grpc", codec="raw")) as made:
+        yield made
+
+
+def transfer_kv(workers: Pair, security: InternalSecurity) -> tuple[set[str], set[str]]:
+    """Let a request go from one to the other; returns the transports that each says it may use."""
     prefill, decode = workers
     internal = Internal(security)
     with (
@@ -67,12 +80,50 @@ def test_kv_travels_encrypted(workers: tuple[PrefillWorker, DecodeWorker], secur
         assert d.wait_finished(two.key.request_id) == d.wait_finished(one.key.request_id)
         (stats,) = [notice.kv_received for notice in d.notices if notice.HasField("kv_received")]
         assert stats.raw_bytes > 0
-        welcome = d.welcome
-        assert welcome is not None
-        assert list(welcome.transports) == ["grpc"]
+        assert p.welcome is not None
+        assert d.welcome is not None
+        return set(p.welcome.transports), set(d.welcome.transports)
 
 
-def test_strangers_are_not_served(workers: tuple[PrefillWorker, DecodeWorker], security: InternalSecurity) -> None:
+def test_kv_travels_encrypted(workers: Pair, security: InternalSecurity) -> None:
+    assert transfer_kv(workers, security) == ({"grpc"}, {"grpc"})
+
+
+@pytest.mark.parametrize("plaintext", [False, True])
+def test_what_is_not_encrypted_carries_no_kv_unless_it_may(
+    model: Path, security: InternalSecurity, plaintext: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that a pair could use, which the router is told of, and which its ends agree upon."""
+    agreed: list[tuple[bool, bool, tuple[str, ...]]] = []
+
+    def spy(sender: Offer, receiver: Offer) -> Negotiation:
+        outcome = negotiate(sender, receiver)
+        agreed.append((sender.site.tls, receiver.site.tls, outcome.transports))
+        return outcome
+
+    monkeypatch.setattr("kv_transfer.receiver.negotiate", spy)
+    loop = LoopThread()
+    controller = MembershipServer("127.0.0.1", security=security)
+    loop.run(controller.start())
+    try:
+        transfer = TransferConfig(transport="auto", allow_plaintext_kv=plaintext)
+        with running(model, security, transfer, controller.address) as pair:
+            available = set(available_transports())
+            assert "collective" in available, "or nothing is left out here"
+            allowed = available if plaintext else available & {"grpc", "shm"}
+            assert transfer_kv(pair, security) == (allowed, allowed)
+            ((sender, receiver, transports),) = agreed
+            assert (sender, receiver) == (not plaintext, not plaintext)
+            assert set(transports) <= {"grpc", "shm"}, "no group between CPUs either way"
+            # Both came to the controller over TLS.
+            registered = {member.worker.worker_id for member in controller.members().members}
+            assert registered == {"prefill-0", "decode-0"}
+    finally:
+        loop.run(controller.stop())
+        loop.close()
+
+
+def test_strangers_are_not_served(workers: Pair, security: InternalSecurity) -> None:
     _, decode = workers
     steps = worker_pb2.GetStepsRequest()
     for stranger, code in (
