@@ -1,4 +1,6 @@
-"""A whole cluster on a Ray of its own, through the command line: serve, generate, a worker's death, drain."""
+"""A whole cluster on a Ray of its own, through the command line: serve, generate, a worker's death, drain.
+Every hop of it is encrypted.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,19 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 
+from pdcore.security import ClientTls, InternalSecurity, InternalTls
 from protos import admin_pb2, admin_pb2_grpc, worker_pb2_grpc
 from router.client import Client, Sampling
+from security.client import client_channels
+from security.internal import Internal
+from tests.support.certificates import Authority
 from tests.support.processes import REPOSITORY, eventually
 from tests.support.serve_process import ServeProcess
 from tests.support.tiny_model import tiny_llama
@@ -25,13 +32,34 @@ from tests.support.tiny_model import tiny_llama
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def tls(authority: Authority) -> ClientTls:
+    return ClientTls(authority.ca_file)
+
+
+@pytest.fixture(scope="module")
+def inside(authority: Authority) -> InternalTls:
+    return authority.internal_tls()
+
+
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServeProcess]:
+def served(
+    tmp_path: Path, authority: Authority, inside: InternalTls, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ServeProcess]:
+    monkeypatch.setenv("PDSERVE_TLS_CA", authority.ca_file)  # for the commands that are its clients
     model = tiny_llama(tmp_path / "tiny")
+    ends = {"public": asdict(authority.public()), "internal": asdict(inside)}
+    files = [f"tls.{end}.{key}={value}" for end, keys in ends.items() for key, value in keys.items() if value]
     process = ServeProcess(
         "--model", str(model), "--dtype", "float32", "--grpc-port", "0", "--http-port", "0",
         "--ray-address", "local",
         "--routers", "2", "--set", "prefill.num_blocks=256", "--set", "decode.num_blocks=256",
+        *(word for file in files for word in ("--set", file)),
     )  # fmt: skip
     try:
         process.wait_ready()
@@ -65,9 +93,9 @@ def generate(address: str, tokens: int) -> dict[str, object]:
     return data
 
 
-def tokens(addresses: str, count: int) -> list[int]:
+def tokens(addresses: str, count: int, tls: ClientTls) -> list[int]:
     """Of the same request as `generate`'s, without a process for it."""
-    with Client(addresses.split(",")) as one:
+    with Client(addresses.split(","), tls=tls) as one:
         answer = one.complete("The tide", Sampling(temperature=0, ignore_eos=True, max_tokens=count), timeout_s=60.0)
     return list(answer.token_ids)
 
@@ -88,18 +116,22 @@ def ray_folders(family: list[psutil.Process]) -> set[Path]:
     return {Path(tempfile.gettempdir(), name) for name in re.findall(r"pdserve-ray-\w+", words)}
 
 
-def status(addresses: str, router: int = 0) -> admin_pb2.GetStatusReply:
-    address = addresses.split(",")[router]
-    with grpc.insecure_channel(address) as channel:
-        return admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+def test_cluster_serves_survives_a_death_and_drains(
+    served: ServeProcess, inside: InternalTls, tls: ClientTls
+) -> None:
+    def status(addresses: str, router: int = 0) -> admin_pb2.GetStatusReply:
+        (channel,) = client_channels(addresses.split(",")[router], tls, ())
+        with channel:
+            reply: admin_pb2.GetStatusReply = admin_pb2_grpc.AdminStub(channel).GetStatus(
+                admin_pb2.GetStatusRequest(), timeout=10
+            )
+        return reply
 
+    def workers(address: str) -> dict[str, admin_pb2.WorkerStatus]:
+        return {item.worker.worker_id: item for item in status(address).workers}
 
-def workers(address: str) -> dict[str, admin_pb2.WorkerStatus]:
-    return {item.worker.worker_id: item for item in status(address).workers}
-
-
-def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> None:
     address = served.address
+    assert all(each.startswith("grpcs://") for each in address.split(","))
     first = generate(address, 20)
     assert first["completion_tokens"] == 20
     assert (first["prefill_worker"], first["decode_worker"]) == ("prefill-0", "decode-0")
@@ -116,18 +148,24 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     one, other = address.split(",")
     names = {router.router.router_id for router in status(address, 1).routers}
     assert names == {"pdserve-router-0", "pdserve-router-1"}
-    assert tokens(other, 20) == tokens(one, 20) == first["token_ids"]
+    assert tokens(other, 20, tls) == tokens(one, 20, tls) == first["token_ids"]
 
     # Nobody outside this machine is to reach a Ray of our own: it lets everybody in.
     assert all(host.removeprefix("::ffff:").startswith("127.") for host in listening(served.family()))
 
-    # Nor does anybody on it get a worker to work for him: the secret that it wants has been made for this cluster.
-    with grpc.insecure_channel(before["decode-0"].worker.address) as channel, pytest.raises(grpc.RpcError) as refused:
-        next(worker_pb2_grpc.WorkerStub(channel).Session(iter(()), timeout=10))
-    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    # Nor does anybody on it get a worker to work for him: its port is encrypted, and the secret that it wants is this
+    # cluster's.
+    for theirs, code in ((None, grpc.StatusCode.UNAVAILABLE), (inside, grpc.StatusCode.UNAUTHENTICATED)):
+        internal = Internal(InternalSecurity(tls=theirs))
+        with (
+            internal.channel(before["decode-0"].worker.address, ()) as channel,
+            pytest.raises(grpc.RpcError) as refused,
+        ):
+            next(worker_pb2_grpc.WorkerStub(channel).Session(iter(()), timeout=10))
+        assert refused.value.code() is code
 
     # Ray starts a dead one again under its name, and it joins the cluster again; what it was doing goes on there.
-    whole = tokens(address, 400)
+    whole = tokens(address, 400, tls)
     cut = client("generate", "The tide", "--address", address, *FIXED, "400")
     eventually(lambda: workers(address)["decode-0"].load.running, 30, "the request to decode")
     os.kill(before["decode-0"].worker.pid, signal.SIGKILL)
@@ -139,7 +177,7 @@ def test_cluster_serves_survives_a_death_and_drains(served: ServeProcess) -> Non
     assert after["decode-0"].worker.incarnation != before["decode-0"].worker.incarnation
     assert after["prefill-0"].worker.incarnation == before["prefill-0"].worker.incarnation
     assert json.loads(finish(cut))["token_ids"] == whole
-    assert tokens(address, 20) == first["token_ids"]
+    assert tokens(address, 20, tls) == first["token_ids"]
 
     # A router that dies is started again on its port; the other one serves meanwhile.
     (dead,) = (router.router.pid for router in status(one).routers if router.router.router_id == "pdserve-router-1")

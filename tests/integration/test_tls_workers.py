@@ -1,4 +1,4 @@
-"""Real workers whose hops are encrypted: KV and registrations go over TLS, and nobody without the secret is served."""
+"""Real workers whose hops are encrypted: KV and registrations go over TLS, and no stranger is served."""
 
 from __future__ import annotations
 
