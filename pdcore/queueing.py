@@ -191,8 +191,7 @@ class QueueBook:
         if self.config.policy == "static" and running == 0 and waiting:
             arrivals = sorted(entry.arrival for entry in waiting)
             self._batch_end = arrivals[-1 if places is None else min(places, len(arrivals)) - 1]
-        counters, weights = MappingProxyType(self._counters), MappingProxyType(self._weights)
-        return QueueState(counters, self._since_batch, self._batch_end, weights)
+        return self.peek()
 
     def peek(self) -> QueueState:
         """The state as it is, for looking ahead: nothing is decided by it, and nothing changes."""

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             config = load_json(RouterConfig, Path(arguments[0]))
         config = replace(config, security=with_secret_of(config.security, os.environ))
-        # Ray's workers run on this loop as well, if it is there.
+        # A message costs less of the processor on it than on asyncio's own; Ray takes it for workers as well.
         return uvloop.run(_serve(config, from_parent))
     except (PdserveError, OSError) as error:
         print(f"cannot start the router: {error}", file=sys.stderr)

@@ -258,7 +258,6 @@ class RequestTracker:
         self._route = route
         self._prefill, self._decode = route.prefill, route.decode
         self._held = []
-        self._steady = ""
         self._computing_whole = route.prefill is None
         wants_logprobs = self.params.logprobs is not None or self._prompt_scored < len(self.prompt)
         self._owed_by_prefill = route.prefill is not None and wants_logprobs
