@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from cluster.child_process import ChildProcess
 from pdcore.addresses import grpc_address
 from pdcore.config import RouterConfig
 from pdcore.config_json import to_json
@@ -96,7 +97,7 @@ class RouterProcess:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.info: RouterInfo | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
 
     @property
     def router_id(self) -> str:
@@ -108,25 +109,20 @@ class RouterProcess:
         Raises:
             PdserveError: it does not within its bound, or ends; its own words are on standard error.
         """
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", "router", "-"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C at the terminal is for us: we drain it
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
+        if self._process is not None:  # its last life
+            self._process.close()
+        # In a session of its own: a Ctrl-C at the terminal is for us, we drain it.
+        process = self._process = ChildProcess([sys.executable, "-m", "router", "-"])
         try:
             async with asyncio.timeout(_START_S):
-                process.stdin.write(json.dumps(json.loads(to_json(self.config))).encode() + b"\n")
-                await process.stdin.drain()
-                line = (await process.stdout.readline()).decode()
-        except (TimeoutError, OSError) as error:
-            await self.stop()
-            raise PdserveError(f"{self.router_id} is not ready after {_START_S:g} s") from error
-        except asyncio.CancelledError:
-            self.kill()
+                line = (await process.ask(json.dumps(json.loads(to_json(self.config))).encode())).decode()
+        except BrokenPipeError:  # it has ended
+            line = ""
+        except BaseException as error:
+            process.kill()
+            await process.wait()
+            if isinstance(error, TimeoutError):
+                raise PdserveError(f"{self.router_id} is not ready after {_START_S:g} s") from error
             raise
         if not line.startswith(_READY):
             await self.stop()
@@ -144,7 +140,7 @@ class RouterProcess:
         return await self._process.wait()
 
     def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -164,14 +160,14 @@ class RouterProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        if process.stdin is not None:
-            process.stdin.close()
+        process.close_input()
         try:
             async with asyncio.timeout(_STOP_S):
                 await process.wait()
         except TimeoutError:
             process.kill()
             await process.wait()
+        process.close()
 
 
 def _port_in(address: str) -> int:
@@ -258,7 +254,9 @@ class RouterProcesses:
                 try:
                     info = await router.start()
                     break
-                except (PdserveError, OSError) as error:
+                except Exception as error:  # whatever it is, nobody else would start it
+                    if not isinstance(error, (PdserveError, OSError)):
+                        logger.exception("%s cannot be started", router.router_id)
                     self._report(f"{router.router_id} is not back, next try in {backoff:.0f} s: {error}")
                     await asyncio.sleep(backoff)
                     backoff = min(2 * backoff, _MAX_BACKOFF_S)

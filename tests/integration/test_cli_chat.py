@@ -176,11 +176,10 @@ class Terminal:
         self.seen = ""
         self._read = 0
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "cluster", *arguments],
+            # Tests may run in the background of a shell, where SIGINT is ignored, and children inherit that.
+            ["env", "--default-signal=INT", sys.executable, "-m", "cluster", *arguments],
             stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY, start_new_session=True,
             env={**os.environ, "TERM": "dumb"},
-            # Tests may run in the background of a shell, where SIGINT is ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         os.close(theirs)
 
@@ -188,13 +187,25 @@ class Terminal:
         """Until it is shown, after what was waited for before."""
         deadline = time.monotonic() + timeout_s
         while (at := self.seen.find(text, self._read)) < 0:
-            assert time.monotonic() < deadline, f"no {text!r} in:\n{self.seen}"
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no {text!r} in:\n{self.seen}")
             if select.select([self._ours], [], [], 1.0)[0]:
                 try:
                     self.seen += os.read(self._ours, 4096).decode()
                 except OSError:  # the other side has closed it
                     raise AssertionError(f"ended without {text!r}:\n{self.seen}") from None
         self._read = at + len(text)
+
+    def interrupt(self, text: str) -> None:
+        """Ctrl-C until `text` is shown: a signal that comes between a prompt and the wait for a key interrupts
+        nothing until the next one (CPython's input(), which looks for signals only when its select() fails)."""
+        for _ in range(20):
+            self.process.send_signal(signal.SIGINT)
+            try:
+                return self.wait_for(text, 3.0)
+            except TimeoutError:
+                continue
+        raise AssertionError(f"no {text!r} in:\n{self.seen}")
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
@@ -217,8 +228,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(cluster: ScriptedCluster, termi
     cluster.endless, cluster.answers["on"] = "on", [Event(text="and on")]
     terminal.wait_for("tiny at 127.0.0.1:")
     terminal.wait_for("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("Ctrl-D ends")
+    terminal.interrupt("Ctrl-D ends")
     terminal.wait_for("> ")
     terminal.type("on\n")
     terminal.wait_for("and on")
