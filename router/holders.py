@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from router.expected_prefixes import Group
 from router.fleet import Column
-from router.worker_sets import WorkerSet, spread
+from router.worker_sets import Group, WorkerSet, spread
 
 _SHARDS = 256  # by a name's first byte; a dict that grows copies itself, and no large one shall make requests wait
 

@@ -25,11 +25,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from router.expected_prefixes import ExpectedPrefixes, Group
+from router.expected_prefixes import ExpectedPrefixes
 from router.fleet import Column
 from router.holders import Holders
 from router.native.holders import NativeHolders, native_holders
-from router.worker_sets import WorkerSet, spread
+from router.native.prefix_tree import NativePrefixTree
+from router.prefix_tree import PrefixTree
+from router.worker_sets import Group, WorkerSet
 
 EXPECTED_SHARE = 8
 """One in so many entries of an index is for what workers are expected to announce."""
@@ -114,18 +116,22 @@ class PrefixIndex:
             When it is full, workers of which no less is known than of the average take turns to give up a little of
             what was announced or used longest ago, ends before beginnings.
         expected_s: how long a prompt that a worker was sent counts as cached there if the worker says nothing.
-        holders: an empty one; None is the fastest there is.
+        holders, tree: empty ones; None is the fastest there is.
     """
 
     def __init__(
-        self, max_blocks: int, expected_s: float = 10.0, holders: Holders | NativeHolders | None = None
+        self,
+        max_blocks: int,
+        expected_s: float = 10.0,
+        holders: Holders | NativeHolders | None = None,
+        tree: PrefixTree | NativePrefixTree | None = None,
     ) -> None:
         if max_blocks < 1:
             raise ValueError(f"max_blocks is {max_blocks}, and must be at least 1")
         if expected_s <= 0:
             raise ValueError(f"expected_s is {expected_s}, and must be above 0")
         for_expected = max_blocks // EXPECTED_SHARE
-        self._expected = ExpectedPrefixes(for_expected, expected_s)
+        self._expected = ExpectedPrefixes(for_expected, expected_s, tree)
         self._max_known = max_blocks - for_expected
         self._known: OrderedDict[int, _Known] = OrderedDict()  # by worker; the first is the next to give up something
         self._holders = holders if holders is not None else new_holders()
@@ -219,20 +225,21 @@ class PrefixIndex:
 
     # -- what is sent to workers ---------------------------------------------------------------------------------
 
-    def expect(self, worker: int, hashes: Sequence[bytes], now: float) -> None:
+    def expect(self, worker: int, hashes: Sequence[bytes], now: float, joined: bytes | None = None) -> None:
         """A prompt of these full blocks was sent to the worker: from now on they count as cached there.
 
         They do so until the worker's events name the last of them, as added or removed, and for `expected_s` at most.
 
         Args:
             hashes: for the worker's block size. now: seconds on a clock that never goes back.
+            joined: the names one after the other, if they are there already.
         """
         self._expected.expire(now)
         known = self._known.get(worker)
         if known is not None:
             known.use(hashes)
         if hashes and (known is None or hashes[-1] not in known):
-            self._expected.add(worker, hashes, now)
+            self._expected.add(worker, hashes, b"".join(hashes) if joined is None else joined, now)
 
     def match(self, hashes: Sequence[bytes], now: float, among: WorkerSet = -1) -> Iterator[Group]:
         """How many of a prompt's first blocks each worker holds, or is expected to, whichever is more.
@@ -275,10 +282,7 @@ class PrefixIndex:
         """
         self._expected.expire(now)
         known = self._holders.fill(column, hashes, joined, among, value)
-        expected = self._expected.match(hashes, among)
-        if expected:
-            spread(column, [group.workers for group in expected], [value * group.blocks for group in expected])
-        return known or any(group.workers for group in expected)
+        return self._expected.fill(column, hashes, joined, among, value) or known
 
     # -- the bound -----------------------------------------------------------------------------------------------
 

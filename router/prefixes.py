@@ -126,7 +126,9 @@ class Prefixes:
         """The prompt was sent to the worker, or to whoever will send its KV there."""
         naming = self._namings.get(worker_id)
         if naming is not None:
-            self._index.expect(self.numbers.take(worker_id), prompt.by(naming), self._clock.now())
+            self._index.expect(
+                self.numbers.take(worker_id), prompt.by(naming), self._clock.now(), prompt.joined(naming)
+            )
 
 
 def _events(news: worker_pb2.CacheEvents) -> Iterator[tuple[bool, bytes]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import struct
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,13 @@ FEW = 4
 
 WorkerSet = int
 """Bit ``n`` is set if the worker of number ``n`` is in the set. Never negative."""
+
+
+class Group(NamedTuple):
+    """Workers that hold the first `blocks` blocks of a prompt."""
+
+    blocks: int
+    workers: WorkerSet
 
 
 def members(workers: WorkerSet) -> Iterator[int]:

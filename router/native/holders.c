@@ -1,17 +1,16 @@
-/* Who holds which blocks: router/holders.py in C. Names are as good as random, `NAME` bytes each.
+/* Who holds which blocks: router/holders.py in C.
  *
  * A table of slots by open addressing, in shards, so that one that grows makes nobody wait for long. A slot's holders
  * are a single worker, or a set of them that slots share: successive blocks of a path are often held by the same.
  */
 
 #include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define API __attribute__((visibility("default")))
+#include "names.h"
 
-enum { NAME = 16, SHARDS = 256, FIRST_SLOTS = 16, RANGES = 72 };
+enum { SHARDS = 256, FIRST_SLOTS = 16, RANGES = 72 };
 
 struct set {
     uint32_t refs, words;
@@ -37,11 +36,7 @@ struct table {
     struct shard shards[SHARDS];
 };
 
-static inline uint64_t hashed(const struct table *t, const uint64_t *name) {
-    /* Seeded, so that nobody can choose prompts whose names fall together. */
-    unsigned __int128 product = (unsigned __int128)(name[0] ^ t->seed[0]) * (name[1] ^ t->seed[1]);
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
+static inline uint64_t hashed(const struct table *t, const uint64_t *name) { return hashed_name(t->seed, name); }
 
 static inline const struct shard *shard_of(const struct table *t, uint64_t hash) { return &t->shards[hash >> 56]; }
 

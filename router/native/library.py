@@ -40,6 +40,12 @@ def routing_library() -> ctypes.PyDLL | None:
     _declare(library.pdrt_holders_change, "pzpzi", ctypes.c_size_t)
     _declare(library.pdrt_holders_dump, "ppp", None)
     _declare(library.pdrt_holders_match, "ppzpdpzpp", ctypes.c_ssize_t)
+    _declare(library.pdrt_tree_new, "uu", ctypes.c_void_p)
+    _declare(library.pdrt_tree_free, "p", None)
+    _declare(library.pdrt_tree_enter, "pwpz", ctypes.c_void_p)
+    _declare(library.pdrt_tree_leave, "pwp", None)
+    _declare(library.pdrt_tree_match, "ppzpzdpzpp", ctypes.c_size_t)
+    _declare(library.pdrt_tree_intact, "p", ctypes.c_int)
     return library
 
 
@@ -53,6 +59,7 @@ def _declare(function: Any, arguments: str, result: Any) -> None:
         "p": ctypes.c_void_p,
         "z": ctypes.c_size_t,
         "u": ctypes.c_uint64,
+        "w": ctypes.c_uint32,
         "i": ctypes.c_int,
         "d": ctypes.c_double,
     }

@@ -24,7 +24,9 @@ from router.native import library
 from router.native.candidates import NativeCandidates, native_candidates
 from router.native.holders import native_holders
 from router.native.library import routing_library
+from router.native.prefix_tree import native_prefix_tree
 from router.policy import RouteRequest, choose
+from router.prefix_tree import PrefixTree
 from router.snapshot import InFlight, WorkerSnapshot
 from router.worker_sets import members, spread
 
@@ -205,6 +207,52 @@ def test_holders_in_c_are_those_of_python(seed: int, workers: int) -> None:
     assert native.items() == {}
     with pytest.raises(ValueError, match="16 bytes"):
         native.add(0, [b"short"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 1 << 32), st.sampled_from([2, 70, 300]), st.sampled_from([3, 40]))
+def test_the_tree_in_c_is_that_of_python(seed: int, workers: int, depth: int) -> None:
+    rng = random.Random(seed)
+    native, plain = native_prefix_tree(), PrefixTree()
+    assert native is not None
+    stem = [rng.randbytes(HASH_BYTES) for _ in range(depth)]
+
+    def some_path() -> list[bytes]:
+        """It leaves the others' way anywhere, mostly; a name stands for all before it."""
+        begun = stem[: rng.randrange(depth + 1)]
+        return begun + [rng.randbytes(HASH_BYTES) for _ in range(rng.choice([0, 1, depth]) or not begun)]
+
+    prompts: list[tuple[int, Any, int]] = []
+    paths = [some_path() for _ in range(12)]
+    for step in range(400):
+        if rng.random() < (0.7 if step < 250 else 0.2):
+            worker, path = rng.randrange(workers), rng.choice([*paths, some_path()])
+            prompts.append((worker, plain.enter(worker, path, b""), native.enter(worker, path, b"".join(path))))
+        elif prompts:
+            worker, edge, end = prompts.pop(rng.randrange(len(prompts)))
+            plain.leave(worker, edge)
+            native.leave(worker, end)
+        if step % 20 == 0:
+            plain.check_integrity()
+            native.check_integrity()
+            assert native.names == plain.names
+            for path in (*paths, stem, []):
+                among = rng.choice([-1, rng.getrandbits(workers), 0, 1 << workers - 1])
+                assert native.match(path, among) == plain.match(path, among)
+                columns = np.full((2, workers - 1), 17.0)
+                found = [
+                    tree.fill(column, path, b"".join(path), among, 16.0)
+                    for column, tree in zip(columns, (native, plain), strict=True)
+                ]
+                assert found[0] == found[1] == bool(plain.match(path, among))
+                assert columns[0].tolist() == columns[1].tolist()
+    for worker, edge, end in prompts:
+        plain.leave(worker, edge)
+        native.leave(worker, end)
+    native.check_integrity()
+    assert native.names == plain.names == 0
+    with pytest.raises(ValueError, match="16 bytes"):
+        native.match([b"short"], -1)
 
 
 def test_a_fleet_that_grows_gets_a_larger_place_for_results() -> None:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdcore.hashing import block_hashes, chain_root
-from router.expected_prefixes import Group
 from router.holders import Holders
 from router.native.holders import native_holders
+from router.native.prefix_tree import native_prefix_tree
 from router.prefix_index import PrefixIndex
-from router.worker_sets import WorkerNumbers, members
+from router.prefix_tree import PrefixTree
+from router.worker_sets import Group, WorkerNumbers, members
 
 Path = tuple[int, ...]
 Event = tuple[bool, bytes]
@@ -333,8 +334,9 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(max_blocks=st.sampled_from([6, 24, ROOMY]), native=st.booleans())
     def build(self, max_blocks: int, native: bool) -> None:
         holders = native_holders() if native else Holders()
-        assert holders is not None, "there is a C compiler where tests run"
-        self.index = PrefixIndex(max_blocks, EXPECTED_S, holders)
+        tree = native_prefix_tree() if native else PrefixTree()
+        assert holders is not None is not tree, "there is a C compiler where tests run"
+        self.index = PrefixIndex(max_blocks, EXPECTED_S, holders, tree)
         self.roomy = max_blocks == ROOMY
         self.workers = [SimulatedWorker() for _ in range(WORKERS)]
         self.told: list[set[bytes]] = [set() for _ in range(WORKERS)]
