@@ -249,8 +249,7 @@ class Run:
         computes = decodes if route.prefill is None else self.fleet.number_of[route.prefill]
         sent = Sent(hashes, computes, decodes, route.lacking)
         self._count(sent, 1)
-        for number in {computes, decodes}:
-            self.prefixes.expect(self.rows[number].worker_id, prompt)
+        self.prefixes.expect([self.rows[number].worker_id for number in {computes, decodes}], prompt)
         noted = time.thread_time_ns()
         self.times["decide"].append(decided - start)
         self.times["route"].append(noted - start)

@@ -7,7 +7,7 @@ that has computed anything.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from pdcore.hashing import HASH_BYTES
@@ -47,8 +47,8 @@ class ExpectedPrefixes:
         """Names of blocks and prompts, together."""
         return self._tree.names + len(self._prompts)
 
-    def add(self, worker: int, hashes: Sequence[bytes], joined: bytes, now: float) -> None:
-        """The worker was sent a prompt of these full blocks. `now`, in seconds, never goes back.
+    def add(self, workers: Iterable[int], hashes: Sequence[bytes], joined: bytes, now: float) -> None:
+        """These workers were sent a prompt of these full blocks. `now`, in seconds, never goes back.
 
         Of a prompt above the limit the beginning counts. `joined`: the names one after the other.
         """
@@ -57,18 +57,27 @@ class ExpectedPrefixes:
             hashes, joined = hashes[:count], joined[: HASH_BYTES * count]
         if not hashes:
             return
-        key = (worker, hashes[-1])
-        prompt = self._prompts.get(key)
-        if prompt is not None:  # the same prompt once more: it has the same end
-            self._prompts[key] = _Prompt(now + self._lifetime_s, prompt.end)
-            self._prompts.move_to_end(key)
-            return
-        self.changes += 1
-        self._prompts[key] = _Prompt(now + self._lifetime_s, self._tree.enter(worker, hashes, joined))
-        last_names = self._last_names.get(worker)
-        if last_names is None:
-            last_names = self._last_names[worker] = set()
-        last_names.add(hashes[-1])
+        last_name = hashes[-1]
+        tree, until, end = self._tree, now + self._lifetime_s, None  # the same prompt has the same end
+        for worker in workers:
+            key = (worker, last_name)
+            sent = self._prompts.get(key)
+            if sent is not None:  # once more
+                end = sent.end
+                self._prompts[key] = _Prompt(until, end)
+                self._prompts.move_to_end(key)
+                continue
+            if end is None:
+                end = tree.enter(worker, hashes, joined)
+            else:
+                tree.join(worker, end)
+            self.changes += 1
+            self._prompts[key] = _Prompt(until, end)
+            last_names = self._last_names.get(worker)
+            if last_names is None:
+                self._last_names[worker] = {last_name}
+            else:
+                last_names.add(last_name)
         while len(self) > self._limit:
             self.end(*next(iter(self._prompts)))
 

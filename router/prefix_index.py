@@ -20,7 +20,7 @@ holds, by what it has announced, and never less than what is known from the firs
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -225,21 +225,29 @@ class PrefixIndex:
 
     # -- what is sent to workers ---------------------------------------------------------------------------------
 
-    def expect(self, worker: int, hashes: Sequence[bytes], now: float, joined: bytes | None = None) -> None:
-        """A prompt of these full blocks was sent to the worker: from now on they count as cached there.
+    def expect(
+        self, workers: Iterable[int], hashes: Sequence[bytes], now: float, joined: bytes | None = None
+    ) -> None:
+        """A prompt of these full blocks was sent to these workers: from now on they count as cached there.
 
-        They do so until the worker's events name the last of them, as added or removed, and for `expected_s` at most.
+        They do so until a worker's events name the last of them, as added or removed, and for `expected_s` at most.
 
         Args:
-            hashes: for the worker's block size. now: seconds on a clock that never goes back.
+            hashes: for the workers' block size. now: seconds on a clock that never goes back.
             joined: the names one after the other, if they are there already.
         """
         self._expected.expire(now)
-        known = self._known.get(worker)
-        if known is not None:
-            known.use(hashes)
-        if hashes and (known is None or hashes[-1] not in known):
-            self._expected.add(worker, hashes, b"".join(hashes) if joined is None else joined, now)
+        if not hashes:
+            return
+        lacking = []
+        for worker in workers:
+            known = self._known.get(worker)
+            if known is not None:
+                known.use(hashes)
+            if known is None or hashes[-1] not in known:
+                lacking.append(worker)
+        if lacking:
+            self._expected.add(lacking, hashes, b"".join(hashes) if joined is None else joined, now)
 
     def match(self, hashes: Sequence[bytes], now: float, among: WorkerSet = -1) -> Iterator[Group]:
         """How many of a prompt's first blocks each worker holds, or is expected to, whichever is more.

@@ -63,7 +63,7 @@ class PrefixTree:
         """Of all edges."""
 
     def enter(self, worker: int, hashes: Sequence[bytes], joined: bytes) -> Edge:
-        """The worker has a prompt of these names, at least one. Returns where it ends, for `leave`."""
+        """The worker has a prompt of these names, at least one. Returns where it ends, for `join` and `leave`."""
         edge = self._root
         depth = 0
         while depth < len(hashes):
@@ -71,6 +71,13 @@ class PrefixTree:
             edge.enter(worker)
             depth += len(edge.names)
         return edge
+
+    def join(self, worker: int, end: Edge) -> None:
+        """The worker has a prompt that ends there, as another one does."""
+        edge = end
+        while edge.parent is not None:
+            edge.enter(worker)
+            edge = edge.parent
 
     def _step(self, edge: Edge, hashes: Sequence[bytes], depth: int) -> Edge:
         """The next edge on the way of a prompt, made where there is none that is part of it."""

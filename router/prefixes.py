@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -122,13 +122,16 @@ class Prefixes:
         prompt.found = state, column if found else None
         return prompt.found[1]
 
-    def expect(self, worker_id: str, prompt: PromptNames) -> None:
-        """The prompt was sent to the worker, or to whoever will send its KV there."""
-        naming = self._namings.get(worker_id)
-        if naming is not None:
-            self._index.expect(
-                self.numbers.take(worker_id), prompt.by(naming), self._clock.now(), prompt.joined(naming)
-            )
+    def expect(self, worker_ids: Iterable[str], prompt: PromptNames) -> None:
+        """The prompt was sent to these workers, or to one that will send its KV to the others."""
+        by_naming: dict[Naming, list[int]] = {}
+        for worker_id in worker_ids:
+            naming = self._namings.get(worker_id)
+            if naming is not None:
+                by_naming.setdefault(naming, []).append(self.numbers.take(worker_id))
+        now = self._clock.now()
+        for naming, workers in by_naming.items():
+            self._index.expect(workers, prompt.by(naming), now, prompt.joined(naming))
 
 
 def _events(news: worker_pb2.CacheEvents) -> Iterator[tuple[bool, bytes]]:

@@ -125,7 +125,8 @@ class QueuePump:
             sample.joined = sample.tracker.attempt
         computes = route.prefill or route.decode
         self._counters.decisions[route.mode, route.reason] += 1
-        for worker_id in dict.fromkeys((route.decode, computes)):
+        workers = dict.fromkeys((route.decode, computes))
+        for worker_id in workers:
             tokens = route.lacking if worker_id == computes else 0
             if worker_id == computes:
                 self._admission.started(active, worker_id, tokens)
@@ -136,7 +137,7 @@ class QueuePump:
                 cache_tokens=tracker.prompt_tokens + 1,
                 priority=active.entry.priority,
             )
-            self._prefixes.expect(worker_id, active.names)
+        self._prefixes.expect(workers, active.names)
         self._perform(active, effects)
 
     def workers_changed(self) -> None:

@@ -43,6 +43,7 @@ def routing_library() -> ctypes.PyDLL | None:
     _declare(library.pdrt_tree_new, "uu", ctypes.c_void_p)
     _declare(library.pdrt_tree_free, "p", None)
     _declare(library.pdrt_tree_enter, "pwpz", ctypes.c_void_p)
+    _declare(library.pdrt_tree_join, "wp", ctypes.c_int)
     _declare(library.pdrt_tree_leave, "pwp", None)
     _declare(library.pdrt_tree_match, "ppzpzdpzpp", ctypes.c_size_t)
     _declare(library.pdrt_tree_intact, "p", ctypes.c_int)

@@ -9,17 +9,17 @@
 
 #include "names.h"
 
-enum { FIRST_SLOTS = 64, FIRST_CROWD = 2 };
+enum { FIRST_SLOTS = 64, FIRST_CROWD = 2, SIZES = 48, SPARE_BYTES = 1 << 22 };
 
 struct crowd {
     uint32_t worker, prompts; /* how many of its prompts go through an edge or end there, never 0 */
 };
 
 struct edge {
-    struct edge *parent; /* NULL: the root */
-    unsigned char *names;
-    size_t count;        /* of names: 0 at the root only */
-    struct crowd *crowd; /* in rising order of workers */
+    struct edge *parent;  /* NULL: the root */
+    unsigned char *names; /* in a block of 2^size names */
+    size_t count, size;   /* count of names: 0 at the root only */
+    struct crowd *crowd;  /* in rising order of workers */
     size_t workers, room;
 };
 
@@ -28,13 +28,53 @@ struct slot {
     struct edge *edge; /* NULL: empty */
 };
 
+/* What names are in when they are not in use. */
+struct block {
+    struct block *next;
+};
+
 struct tree {
     size_t names; /* of all edges; read from outside, so the first */
     uint64_t seed[2];
     struct edge root;
     struct slot *slots; /* a power of two of them, at most 3/4 in use */
     size_t mask, used;
+    struct block *spare[SIZES];
+    size_t spare_bytes;
 };
+
+/* -- blocks of names ---------------------------------------------------------------------------------------------------
+ * Most are some kilobytes and live as long as a thousand others: an allocator for all sizes takes longer to find one
+ * than it takes to fill it. */
+
+static inline size_t size_for(size_t count) {
+    size_t size = 0;
+    while (((size_t)1 << size) < count)
+        size++;
+    return size;
+}
+
+static unsigned char *taken(struct tree *t, size_t size) {
+    struct block *block = size < SIZES ? t->spare[size] : NULL;
+    if (!block)
+        return size < SIZES ? malloc((size_t)NAME << size) : NULL;
+    t->spare[size] = block->next;
+    t->spare_bytes -= (size_t)NAME << size;
+    return (unsigned char *)block;
+}
+
+static void given_back(struct tree *t, unsigned char *names, size_t size) {
+    struct block *block = (struct block *)names;
+    if (!block)
+        return;
+    if (t->spare_bytes + ((size_t)NAME << size) > SPARE_BYTES) {
+        free(block);
+        return;
+    }
+    block->next = t->spare[size];
+    t->spare[size] = block;
+    t->spare_bytes += (size_t)NAME << size;
+}
 
 /* -- the table of edges ---------------------------------------------------------------------------------------------- */
 
@@ -100,20 +140,21 @@ static void unlist(struct tree *t, const struct edge *edge) {
 
 /* -- edges ------------------------------------------------------------------------------------------------------------ */
 
-static void discard(struct edge *edge) {
-    free(edge->names);
+static void discard(struct tree *t, struct edge *edge) {
+    given_back(t, edge->names, edge->size);
     free(edge->crowd);
     free(edge);
 }
 
 /* With a copy of these names, and room for so many workers; NULL: no memory. */
-static struct edge *made(struct edge *parent, const unsigned char *names, size_t count, size_t room) {
+static struct edge *made(struct tree *t, struct edge *parent, const unsigned char *names, size_t count, size_t room) {
+    const size_t size = size_for(count);
     struct edge *edge = calloc(1, sizeof(struct edge));
     if (!edge)
         return NULL;
-    *edge = (struct edge){parent, malloc(count * NAME), count, malloc(room * sizeof(struct crowd)), 0, room};
+    *edge = (struct edge){parent, taken(t, size), count, size, malloc(room * sizeof(struct crowd)), 0, room};
     if (!edge->names || !edge->crowd) {
-        discard(edge);
+        discard(t, edge);
         return NULL;
     }
     memcpy(edge->names, names, count * NAME);
@@ -179,16 +220,23 @@ static void leave(struct edge *edge, uint32_t worker) {
 /* What the first `common` names are becomes an edge of its own, above the rest, which stays the edge that it was: so
  * prompts that end there need not be told. Returns the upper one, or NULL: no memory. */
 static struct edge *split(struct tree *t, struct edge *edge, size_t common) {
-    struct edge *upper = widen(t) ? made(edge->parent, edge->names, common, edge->room) : NULL;
+    struct edge *upper = widen(t) ? made(t, edge->parent, edge->names, common, edge->room) : NULL;
     if (!upper)
         return NULL;
     memcpy(upper->crowd, edge->crowd, edge->workers * sizeof(struct crowd));
     upper->workers = edge->workers;
     unlist(t, edge);
     edge->count -= common;
-    memmove(edge->names, edge->names + NAME * common, NAME * edge->count);
-    unsigned char *fewer = realloc(edge->names, NAME * edge->count);
-    edge->names = fewer ? fewer : edge->names;
+    size_t size = size_for(edge->count);
+    unsigned char *rest = edge->names + NAME * common, *fewer = size < edge->size ? taken(t, size) : NULL;
+    if (fewer) {
+        memcpy(fewer, rest, NAME * edge->count);
+        given_back(t, edge->names, edge->size);
+        edge->names = fewer;
+        edge->size = size;
+    } else {
+        memmove(edge->names, rest, NAME * edge->count);
+    }
     edge->parent = upper;
     list(t, upper);
     list(t, edge);
@@ -200,8 +248,14 @@ static struct edge *split(struct tree *t, struct edge *edge, size_t common) {
 API void pdrt_tree_free(struct tree *t) {
     for (size_t at = 0; t->slots && at <= t->mask; at++)
         if (t->slots[at].edge)
-            discard(t->slots[at].edge);
+            discard(t, t->slots[at].edge);
     free(t->slots);
+    for (size_t size = 0; size < SIZES; size++)
+        while (t->spare[size]) {
+            struct block *block = t->spare[size];
+            t->spare[size] = block->next;
+            free(block);
+        }
     free(t);
 }
 
@@ -228,7 +282,7 @@ API void pdrt_tree_leave(struct tree *t, uint32_t worker, struct edge *edge) {
         if (!edge->workers) {
             unlist(t, edge);
             t->names -= edge->count;
-            discard(edge);
+            discard(t, edge);
         }
         edge = parent;
     }
@@ -242,7 +296,7 @@ API struct edge *pdrt_tree_enter(struct tree *t, uint32_t worker, const unsigned
         const unsigned char *rest = names + NAME * depth;
         struct edge *child = child_of(t, edge, rest);
         if (!child) {
-            child = widen(t) ? made(edge, rest, count - depth, FIRST_CROWD) : NULL;
+            child = widen(t) ? made(t, edge, rest, count - depth, FIRST_CROWD) : NULL;
             if (child) {
                 list(t, child);
                 t->names += child->count;
@@ -259,6 +313,17 @@ API struct edge *pdrt_tree_enter(struct tree *t, uint32_t worker, const unsigned
         edge = child;
     }
     return edge;
+}
+
+/* The worker was sent a prompt that ends at this edge, as another one was. 0: no memory, and nothing has changed. */
+API int pdrt_tree_join(uint32_t worker, struct edge *end) {
+    for (struct edge *edge = end; edge->parent; edge = edge->parent)
+        if (!enter(edge, worker)) {
+            for (struct edge *undone = end; undone != edge; undone = undone->parent)
+                leave(undone, worker);
+            return 0;
+        }
+    return 1;
 }
 
 /* Who, `among` these (bit w % 64 of word w / 64), was sent at least so much of the beginning of this prompt, in rising
@@ -298,7 +363,7 @@ API int pdrt_tree_intact(const struct tree *t) {
             continue;
         edges++;
         names += edge->count;
-        if (!edge->count || !edge->workers || child_of(t, edge->parent, edge->names) != edge)
+        if (!edge->count || edge->count > (size_t)1 << edge->size || !edge->workers || child_of(t, edge->parent, edge->names) != edge)
             return 0;
         for (size_t i = 0; i < edge->workers; i++) {
             const struct crowd *here = &edge->crowd[i];

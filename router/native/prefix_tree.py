@@ -36,13 +36,18 @@ class NativePrefixTree:
         return self._names.value
 
     def enter(self, worker: int, hashes: Sequence[bytes], joined: bytes) -> int:
-        """Returns where the prompt ends, for one `leave`."""
+        """Returns where the prompt ends, for `join` and one `leave`."""
         assert len(joined) == HASH_BYTES * len(hashes) > 0
         self._sets.hold(worker)
         end: int | None = self._library.pdrt_tree_enter(self._tree, worker, joined, len(hashes))
         if end is None:
             raise MemoryError("no memory for a prompt that was sent")
         return end
+
+    def join(self, worker: int, end: int) -> None:
+        self._sets.hold(worker)
+        if not self._library.pdrt_tree_join(worker, end):
+            raise MemoryError("no memory for a prompt that was sent")
 
     def leave(self, worker: int, end: int) -> None:
         self._library.pdrt_tree_leave(self._tree, worker, end)

@@ -227,7 +227,12 @@ def test_the_tree_in_c_is_that_of_python(seed: int, workers: int, depth: int) ->
     for step in range(400):
         if rng.random() < (0.7 if step < 250 else 0.2):
             worker, path = rng.randrange(workers), rng.choice([*paths, some_path()])
-            prompts.append((worker, plain.enter(worker, path, b""), native.enter(worker, path, b"".join(path))))
+            edge, end = plain.enter(worker, path, b""), native.enter(worker, path, b"".join(path))
+            prompts.append((worker, edge, end))
+            for other in rng.sample(range(workers), rng.choice([0, 0, 1, 2])):
+                plain.join(other, edge)
+                native.join(other, end)
+                prompts.append((other, edge, end))
         elif prompts:
             worker, edge, end = prompts.pop(rng.randrange(len(prompts)))
             plain.leave(worker, edge)

@@ -128,7 +128,7 @@ class TestEvents:
     def test_a_worker_that_died_holds_nothing_and_begins_anew(self) -> None:
         index, prompt = PrefixIndex(ROOMY), names((1, 2))
         index.apply(0, 0, added(*prompt))
-        index.expect(0, names((5,)), 0)
+        index.expect([0], names((5,)), 0)
         index.forget(0)
         index.forget(0)  # whether it was known or not
         assert by_worker(index.match(prompt, 0)) == by_worker(index.match(names((5,)), 0)) == {}
@@ -147,8 +147,8 @@ class TestEvents:
         index, prompt = PrefixIndex(ROOMY), names((1, 2, 3))
         for worker in range(4):
             index.apply(worker, 0, added(*prompt[:worker]))
-        index.expect(5, prompt, 0)
-        index.expect(6, prompt, 0)
+        index.expect([5], prompt, 0)
+        index.expect([6], prompt, 0)
         assert by_worker(index.match(prompt, 0, among=1 << 2 | 1 << 5)) == {2: 2, 5: 3}
         assert by_worker(index.match(prompt, 0, among=0)) == {}
 
@@ -156,13 +156,13 @@ class TestEvents:
 class TestExpectation:
     def test_siblings_that_arrive_together_find_the_first_one_s_worker(self) -> None:
         index, prompt = PrefixIndex(ROOMY), names((1, 2, 3))
-        index.expect(7, prompt, now=0)
+        index.expect([7], prompt, now=0)
         assert by_worker(index.match(names((1, 2, 9)), now=0)) == {7: 2}
 
     def test_does_not_outlast_its_time(self) -> None:
         index, prompt = PrefixIndex(ROOMY, expected_s=4), names((1, 2, 3))
-        index.expect(7, prompt, now=10)
-        index.expect(7, prompt[:1], now=11)
+        index.expect([7], prompt, now=10)
+        index.expect([7], prompt[:1], now=11)
         index.apply(7, 0, added(prompt[0]))
         assert by_worker(index.match(prompt, now=13.9)) == {7: 3}
         assert by_worker(index.match(prompt, now=14)) == {7: 1}
@@ -170,16 +170,16 @@ class TestExpectation:
 
     def test_begins_anew_when_the_prompt_is_sent_again(self) -> None:
         index, prompt = PrefixIndex(ROOMY, expected_s=4), names((1, 2, 3))
-        index.expect(7, prompt, now=0)
-        index.expect(7, names((5, 6)), now=1)
-        index.expect(7, prompt, now=3)
+        index.expect([7], prompt, now=0)
+        index.expect([7], names((5, 6)), now=1)
+        index.expect([7], prompt, now=3)
         assert by_worker(index.match(names((5, 6)), now=5)) == {}
         assert by_worker(index.match(prompt, now=6.9)) == {7: 3}
         assert by_worker(index.match(prompt, now=7)) == {}
 
     def test_ends_with_the_worker_s_word_on_the_last_block(self) -> None:
         index, prompt = PrefixIndex(ROOMY), names((1, 2, 3))
-        index.expect(7, prompt, now=0)
+        index.expect([7], prompt, now=0)
         index.apply(7, 0, added(*prompt[:2]))
         assert by_worker(index.match(prompt, now=0)) == {7: 3}  # it has come so far, and goes on
         index.apply(7, 2, added(prompt[2]))
@@ -190,13 +190,13 @@ class TestExpectation:
     @pytest.mark.parametrize("events", [removed, lambda *found: [*added(*found), *removed(*found)]])
     def test_ends_when_the_last_block_is_gone_again(self, events: Callable[..., list[Event]]) -> None:
         index, prompt = PrefixIndex(ROOMY), names((1, 2, 3))
-        index.expect(7, prompt, now=0)
+        index.expect([7], prompt, now=0)
         index.apply(7, 0, events(*prompt))
         assert by_worker(index.match(prompt, now=0)) == {}
 
     def test_ends_with_a_state_that_has_the_last_block(self) -> None:
         index, prompt = PrefixIndex(ROOMY), names((1, 2, 3))
-        index.expect(7, prompt, now=0)
+        index.expect([7], prompt, now=0)
         index.restate(7, prompt[:2], following=2)
         assert by_worker(index.match(prompt, now=0)) == {7: 3}
         index.restate(7, prompt, following=3)
@@ -204,25 +204,25 @@ class TestExpectation:
 
     def test_another_worker_s_word_does_not_end_it(self) -> None:
         index, prompt = PrefixIndex(ROOMY), names((1, 2, 3))
-        index.expect(7, prompt, now=0)
+        index.expect([7], prompt, now=0)
         index.apply(6, 0, [*added(*prompt), *removed(*prompt)])
         assert by_worker(index.match(prompt, now=0)) == {7: 3}
 
     def test_what_is_cached_already_is_not_expected(self) -> None:
         index, prompt = PrefixIndex(ROOMY), names((1, 2, 3))
         index.apply(7, 0, added(*prompt))
-        index.expect(7, prompt, now=0)
+        index.expect([7], prompt, now=0)
         assert index.counts.expected == 0
 
     def test_takes_no_more_than_its_share_and_the_latest_stay(self) -> None:
         index = PrefixIndex(max_blocks=40)
         for number in range(100):
-            index.expect(number, names((number, 1, 2)), now=number / 1000)
+            index.expect([number], names((number, 1, 2)), now=number / 1000)
             index.check_integrity()
         assert index.counts.expected <= 40 // 8
         assert by_worker(index.match(names((99, 1, 2)), now=0.1)) == {99: 3}
         assert by_worker(index.match(names((0, 1, 2)), now=0.1)) == {}
-        index.expect(0, names(tuple(range(500))), now=0.2)
+        index.expect([0], names(tuple(range(500))), now=0.2)
         assert by_worker(index.match(names(tuple(range(500))), now=0.2)) == {0: 4}  # the beginning counts
 
 
@@ -242,7 +242,7 @@ class TestBound:
         used, unused = names(tuple(range(12))), names(tuple(range(100, 116)))
         index.apply(0, 0, added(*used, *unused))
         for round_ in range(20):
-            index.expect(0, used, now=0)
+            index.expect([0], used, now=0)
             index.apply(0, 28 + 8 * round_, added(*names(tuple(range(1000 * round_, 1000 * round_ + 8)), salt="x")))
             index.check_integrity()
             assert by_worker(index.match(used, 0)) == {0: 12}
@@ -263,7 +263,7 @@ class TestBound:
     def test_counts_what_is_expected_as_well(self) -> None:
         index = PrefixIndex(max_blocks=40)
         for number in range(40):
-            index.expect(1, names((number, 51, 52)), now=0)
+            index.expect([1], names((number, 51, 52)), now=0)
             index.apply(0, number, added(*names((number,), salt="x")))
             index.check_integrity()
         assert index.counts.expected == 4  # three names, one prompt
@@ -396,12 +396,13 @@ class IndexMachine(RuleBasedStateMachine):
         self.following[worker] = 0
         self.sent = {key: until for key, until in self.sent.items() if key[0] != worker}
 
-    @rule(worker=st.integers(0, WORKERS - 1), path=PATHS)
-    def send(self, worker: int, path: Path) -> None:
-        self.index.expect(worker, names(path), self.now)
+    @rule(workers=st.lists(st.integers(0, WORKERS - 1), max_size=3), path=PATHS)
+    def send(self, workers: list[int], path: Path) -> None:
+        self.index.expect(workers, names(path), self.now)
         # With little room, what counts is the beginning, or nothing; an oracle of that would be the code once more.
-        if names(path)[-1] not in self.told[worker] or not self.roomy:
-            self.sent[worker, path] = self.now + EXPECTED_S
+        for worker in workers:
+            if names(path)[-1] not in self.told[worker] or not self.roomy:
+                self.sent[worker, path] = self.now + EXPECTED_S
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
     def wait(self, seconds: float) -> None:

@@ -76,7 +76,7 @@ def test_a_new_beginning_and_a_gap_forget_what_was_before(prefixes: Prefixes) ->
 
 def test_who_is_gone_has_nothing_and_comes_back_empty(prefixes: Prefixes) -> None:
     prefixes.hear("a", news(0, names(PROMPT), reset=True))
-    prefixes.expect("b", PromptNames(PROMPT, ""))
+    prefixes.expect(["b"], PromptNames(PROMPT, ""))
     for worker in ("a", "b"):
         prefixes.lost(worker)
         prefixes.lost(worker)
@@ -95,12 +95,12 @@ def test_a_prompt_just_sent_counts_until_time_or_events_say_otherwise() -> None:
         prefixes.connected(worker, NAMING)
     prefixes.hear("a", news(0, [], reset=True))
     prompt = PromptNames(PROMPT, "")
-    prefixes.expect("a", prompt)
-    prefixes.expect("nobody", prompt)
+    prefixes.expect(["a"], prompt)
+    prefixes.expect(["nobody"], prompt)
     assert cached(prefixes) == {"a": 96}, "a sibling that comes at once goes to the same worker"
     clock.advance(60.0)
     assert cached(prefixes) == {}
-    prefixes.expect("a", prompt)
+    prefixes.expect(["a"], prompt)
     prefixes.hear("a", news(0, names(PROMPT)))
     clock.advance(60.0)
     assert cached(prefixes) == {"a": 96}
@@ -152,7 +152,7 @@ def test_what_was_found_is_not_looked_for_again_until_something_changes() -> Non
     assert tokens() == []
     prefixes.hear("a", news(0, names(PROMPT)[:2], reset=True))
     assert tokens() == [32]
-    prefixes.expect("a", prompt)
+    prefixes.expect(["a"], prompt)
     assert tokens() == [96]
     clock.advance(11.0)
     assert tokens() == [32], "it never came"
