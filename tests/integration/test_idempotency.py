@@ -264,7 +264,7 @@ async def test_a_renewal_that_is_overtaken_by_the_release_is_undone() -> None:
     await server.start()
     config = RouterConfig("r", "m", "m", address, heartbeat_s=0.1, dead_after_s=1.0, claim_ttl_s=20.0)
     claims = Claims(config, "inc", MonotonicClock(), lambda request_id, error: None)
-    claims._ttl_s = 2.4  # renewed after 0.6 s; an answer is waited for 0.3 s
+    claims._ttl_s = 8.0  # renewed after 2 s; an answer is waited for 1 s
     claims.start()
     try:
         async with claims.held("t", "k", "first"):
