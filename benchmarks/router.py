@@ -13,8 +13,9 @@ conversations behind shared system prompts, and give up the oldest path when the
 does. Two in five are prefill workers, the others decode workers. Every prompt has `--tokens` tokens: it goes on with
 a conversation, begins one, or is like no other. A decision is the router's own: who holds how much of the prompt
 (`cached`), which mode and workers are the best by cost (`choose`), and what both workers have more to do from now on
-(`note`); names are there already, as fresh objects, as hashing leaves them. In rounds: some decisions one after the
-other, then as many workers announce what they computed of earlier prompts and what they gave up (`apply`).
+(`note`: in the router's books, in the columns that it chooses by, and as what they will soon have cached); names are
+there already, as fresh objects, as hashing leaves them. In rounds: some decisions one after the other, then as many
+workers announce what they computed of earlier prompts and what they gave up (`apply`).
 
 Times are CPU time of the thread, since nothing here waits, and other work on the machine should not count; reading
 the clock, which the table shows, is in them. Hashing a prompt is measured apart.
@@ -30,7 +31,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # benchmarks/engine.py hides the package else
@@ -42,13 +43,14 @@ from benchmarks import router_prompts, router_relay, router_ttft
 from pdcore.clock import ManualClock
 from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
 from pdcore.step_time import StepTime
-from pdcore.types import Role, WorkerLoad
+from pdcore.types import PriorityClass, RequestKey, Role, WorkerLoad
 from protos import worker_pb2
 from router.fleet import Fleet
 from router.links import Links
 from router.policy import Route, RouteRequest, choose
 from router.prefixes import Prefixes, PromptNames
 from router.snapshot import WorkerSnapshot
+from router.worker_book import WorkerBook
 from router.worker_sets import WorkerNumbers
 
 NAMING = ("benchmark", 16)
@@ -171,12 +173,12 @@ class Named(PromptNames):
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A decision that its workers have not announced: their numbers, and tokens that the first has to compute."""
+    """A decision that its workers have not announced: which one computes, and which decodes."""
 
+    key: RequestKey
     hashes: list[Name]
     computes: int
     decodes: int
-    lacking: int
 
 
 class Run:
@@ -194,25 +196,42 @@ class Run:
         for prefill in range(0, 2 * workers // 5, 2):
             for decode in range(2 * workers // 5, workers, 3):
                 self.links.seen(prefill, decode, rng.uniform(0.01, 0.2))
-        self.rows = [self._row(number, rng) for number in range(workers)]
-        for number, row in enumerate(self.rows):
-            self.numbers.take(row.worker_id)
-            self.prefixes.connected(row.worker_id, NAMING)
-            self.fleet.put(number, row, 0.0)
+        self.ids = [f"worker-{number}" for number in range(workers)]
+        self.roles = [Role.PREFILL if number < 2 * workers // 5 else Role.DECODE for number in range(workers)]
+        self.loads = [self._load(role, rng) for role in self.roles]
+        self.books = [WorkerBook() for _ in range(workers)]
+        for number, worker_id in enumerate(self.ids):
+            self.numbers.take(worker_id)
+            self.prefixes.connected(worker_id, NAMING)
+            self._put(number)
         self.times: dict[str, list[int]] = {"decide": [], "route": [], "apply": []}
         self.events = self.hits = self.local = 0
         self._sent: deque[Sent] = deque()
 
-    def _row(self, number: int, rng: random.Random) -> WorkerSnapshot:
-        role = Role.PREFILL if number < 2 * len(self.workers) // 5 else Role.DECODE
-        load = WorkerLoad(
+    def _load(self, role: Role, rng: random.Random) -> WorkerLoad:
+        return WorkerLoad(
             queued_prefill_tokens=int(rng.expovariate(1 / self.traffic.tokens)) if role is Role.PREFILL else 0,
             running=0 if role is Role.PREFILL else rng.randrange(32),
             free_blocks=rng.randrange(100_000, 200_000),
             total_blocks=200_000,
             step_time=StepTime(10.0, rng.uniform(0.05, 0.1), 1e-6, steps=99, largest=8192),
         )
-        return WorkerSnapshot(f"worker-{number}", role, load, BLOCK_SIZE, 256, 1 << 20, max_num_batched_tokens=8192)
+
+    def _put(self, number: int) -> None:
+        """Its row as it is now, made as `WorkerPool` makes it; it has just reported."""
+        book = self.books[number]
+        row = WorkerSnapshot(
+            worker_id=self.ids[number],
+            role=self.roles[number],
+            load=self.loads[number],
+            block_size=BLOCK_SIZE,
+            max_requests=256,
+            max_queued_prefill_tokens=1 << 20,
+            mine=book.in_flight(),
+            decisions=book.decisions,
+            max_num_batched_tokens=8192,
+        )
+        self.fleet.put(number, row, self.clock.now())
 
     def fill(self) -> float:
         """Fill every cache; returns by how many bytes the process grew over that for a known pair."""
@@ -223,7 +242,7 @@ class Run:
                 batches.append((number, news(first, worker.run(self.traffic.conversation()))))
         before = psutil.Process().memory_info().rss
         for number, message in batches:
-            self.prefixes.hear(self.rows[number].worker_id, message)
+            self.prefixes.hear(self.ids[number], message)
         return (psutil.Process().memory_info().rss - before) / self.prefixes.counts.known
 
     def round(self, decisions: int, delay: int) -> None:
@@ -236,6 +255,7 @@ class Run:
     def _decide(self, hashes: list[Name]) -> None:
         self.clock.advance(DECISION_S)
         prompt, tokens, now = Named(hashes), self.traffic.tokens, self.clock.now()
+        key, blocks = RequestKey(f"request-{len(self.times['decide'])}", 0), -(-(tokens + 1) // BLOCK_SIZE)
         start = time.thread_time_ns()
         self.fleet.settle(now)
         cached = self.prefixes.cached(prompt)
@@ -247,42 +267,29 @@ class Run:
         assert isinstance(route, Route), route
         decodes = self.fleet.number_of[route.decode]
         computes = decodes if route.prefill is None else self.fleet.number_of[route.prefill]
-        sent = Sent(hashes, computes, decodes, route.lacking)
-        self._count(sent, 1)
-        self.prefixes.expect([self.rows[number].worker_id for number in {computes, decodes}], prompt)
+        chosen = {computes, decodes}
+        for number in chosen:
+            lacking = route.lacking if number == computes else 0
+            self.books[number].assign(key, lacking, blocks, PriorityClass.STANDARD)
+            self._put(number)
+        self.prefixes.expect([self.ids[number] for number in chosen], prompt)
         noted = time.thread_time_ns()
         self.times["decide"].append(decided - start)
         self.times["route"].append(noted - start)
         self.hits += len(hashes) * BLOCK_SIZE - route.lacking
         self.local += route.prefill is None
-        self._sent.append(sent)
-
-    def _count(self, sent: Sent, sign: int) -> None:
-        """It is on its workers from now on, or (-1) no longer."""
-        for number in {sent.computes, sent.decodes}:
-            row = self.rows[number]
-            mine, blocks = row.mine, row.blocks_for(self.traffic.tokens)
-            tokens = sent.lacking if number == sent.computes else 0
-            mine = replace(
-                mine,
-                requests=mine.requests + sign,
-                prefill_tokens=mine.prefill_tokens + sign * tokens,
-                new_requests=mine.new_requests + sign,
-                new_prefill_tokens=mine.new_prefill_tokens + sign * tokens,
-                new_blocks=mine.new_blocks + sign * blocks,
-            )
-            self.rows[number] = replace(row, mine=mine, decisions=row.decisions + (sign > 0))
-            self.fleet.put(number, self.rows[number], self.clock.now())
+        self._sent.append(Sent(key, hashes, computes, decodes))
 
     def _announce(self, sent: Sent) -> None:
-        self._count(sent, -1)
         for number in {sent.computes, sent.decodes}:
+            self.books[number].release(sent.key)
+            self._put(number)
             worker = self.workers[number]
             first = worker.following
             events = worker.run(sent.hashes)
             message = news(first, events)
             start = time.thread_time_ns()
-            self.prefixes.hear(self.rows[number].worker_id, message)
+            self.prefixes.hear(self.ids[number], message)
             self.times["apply"].append(time.thread_time_ns() - start)
             self.events += len(events)
 

@@ -53,6 +53,12 @@ class Is:
     TAKES_TICKET_IF_GIVEN_WAY: Final = 1 << 11
 
 
+Ahead = tuple[int, int, int]
+"""Kinds that will be asked for, most likely: of a prefill worker, of the decode worker that it sends to, of one that
+runs the request as a whole; 0 where nothing will. A hint, for those who find them faster together."""
+NOTHING_AHEAD: Final[Ahead] = (0, 0, 0)
+
+
 class Candidates:
     """All workers of a fleet, which must be settled, as one request sees them."""
 

@@ -73,6 +73,9 @@ class Fleet:
 
     Attributes:
         number_of: numbers by worker id. prefill, decode, aggregated: masks of who is there, by role.
+        prefillers, decode_workers, aggregated_workers: how many there are of each role. decoders: how many should
+            decode, which are the last two.
+        measured: some worker has measured steps as large as those of prompts are.
         draws: a number that stands for the worker's id.
         prompt_limit: prompt tokens to compute that the worker takes now, at most. All prompts on it but the longest
             stay within `max_queued_prefill_tokens`: so an idle worker takes a prompt of any length, a second long one
@@ -114,14 +117,16 @@ class Fleet:
         self.number_of: dict[str, int] = {}
         self._rows: list[WorkerSnapshot | None] = []
         self._draws: list[int] = []
-        self._roles = dict.fromkeys(_ROLES, 0)
+        self.prefillers = self.decode_workers = self.aggregated_workers = self.decoders = 0
+        self.measured = False
         # What the workers have in common: the usual step, that of those that have measured steps as large as those of
-        # prompts (None if nobody has), and the prompt tokens queued at a worker, by role.
+        # prompts (None if nobody has), and the prompt tokens queued at a worker, by role (None if there is none).
         self._stream = _scaled(GUESS)
         self._prompt: Step | None = None
-        self._queued: dict[Role, float] = {}
+        self._queued: list[float | None] = [None] * len(_ROLES)
         self._settled_at = float("-inf")
         self.workspace: Workspace | None = None  # native code's, for columns of this length
+        self._row = memoryview(bytearray(_ROW.size)).cast("d")  # as it is written
         self._resize(0)
 
     @classmethod
@@ -141,21 +146,6 @@ class Fleet:
     def empty(self) -> bool:
         """Nobody is there."""
         return not self.number_of
-
-    @property
-    def measured(self) -> bool:
-        """Some worker has measured steps as large as those of prompts are."""
-        return self._prompt is not None
-
-    @property
-    def prefillers(self) -> int:
-        """How many prefill workers there are."""
-        return self._roles[Role.PREFILL]
-
-    @property
-    def decoders(self) -> int:
-        """How many workers there are that should decode."""
-        return len(self.number_of) - self._roles[Role.PREFILL]
 
     @property
     def addresses(self) -> tuple[int, int]:
@@ -216,13 +206,14 @@ class Fleet:
 
     def put(self, number: int, worker: WorkerSnapshot, now: float) -> None:
         """The worker has that number, or something of it has changed."""
-        self.reserve(number + 1)
+        if number >= len(self._rows):
+            self._resize(number + 1)
         before, self._rows[number] = self._rows[number], worker
         if before is None or before.role is not worker.role or before.worker_id != worker.worker_id:
             self._leave(number, before)
             self.number_of[worker.worker_id] = number
-            self._roles[worker.role] += 1
             self._masks[:, number] = [worker.role is role for role in _ROLES]
+            self._count_roles()
             self._draws[number] = zlib.crc32(worker.worker_id.encode())
             self._settled_at = float("-inf")
         self._write(number, worker, now)
@@ -235,11 +226,15 @@ class Fleet:
             self._rows[number] = None
             self._table[:, number] = 1.0  # nothing is divided by 0
             self._masks[:, number] = False
+            self._count_roles()
 
     def _leave(self, number: int, worker: WorkerSnapshot | None) -> None:
         if worker is not None:
             del self.number_of[worker.worker_id]
-            self._roles[worker.role] -= 1
+
+    def _count_roles(self) -> None:
+        self.prefillers, self.decode_workers, self.aggregated_workers = self._masks.sum(axis=1).tolist()
+        self.decoders = self.decode_workers + self.aggregated_workers
 
     def settle(self, now: float) -> None:
         """Make true for `now` what depends on it, or on several rows: to be called before a choice."""
@@ -251,11 +246,13 @@ class Fleet:
         known, reaches = there & (table[_KNOWN] > 0), there & (table[_REACHES] > 0)
         self._stream = _means(models[:, known]) or _scaled(GUESS)
         self._prompt = _means(models[:, reaches])
+        self.measured = self._prompt is not None
         usual = np.zeros(len(self))
-        for role, mask in zip(_ROLES, self._masks, strict=True):
-            if self._roles[role]:
-                self._queued[role] = math.fsum(self.queued_prefill_tokens[mask].tolist()) / self._roles[role]
-                usual[mask] = self._queued[role]
+        for role, mask in enumerate(self._masks):
+            queued = self.queued_prefill_tokens[mask].tolist()
+            if queued:
+                mean = self._queued[role] = math.fsum(queued) / len(queued)
+                usual[mask] = mean
         # The same as `_write` makes of a row.
         own = np.where(known, models, np.array(self._stream)[:, None])
         base, token, attended = own
@@ -284,42 +281,41 @@ class Fleet:
         )
 
     def _write(self, number: int, worker: WorkerSnapshot, now: float) -> None:
-        load, sent = worker.load, worker.mine.prefill_tokens
-        requests, free_blocks, block_size = worker.requests, worker.free_blocks, worker.block_size
-        batch, queued = worker.max_num_batched_tokens, worker.queued_prefill_tokens
+        load, mine, batch, block_size = worker.load, worker.mine, worker.max_num_batched_tokens, worker.block_size
+        requests, free_blocks, queued = worker.requests, worker.free_blocks, worker.queued_prefill_tokens
+        sent, places = mine.prefill_tokens, worker.max_requests
         model = load.step_time
         known = model.known
         reaches = known and model.reach >= batch
         own = _scaled(model)
-        base, token, attended = stream = own if known else self._stream
-        context = (load.total_blocks - free_blocks) * block_size
-        prompt_base, prompt_token, prompt_attended = stream
+        base, token, attended = prompt_base, prompt_token, prompt_attended = own if known else self._stream
         if not reaches:
             # A decode worker has seen small steps only, which say little of large ones.
-            least = self._prompt or self._stream
-            prompt_base = max(base, least[0])
-            prompt_token = max(token, least[1])
-            prompt_attended = max(attended, least[2])
+            least_base, least_token, least_attended = self._prompt or self._stream
+            prompt_base = base if base > least_base else least_base
+            prompt_token = token if token > least_token else least_token
+            prompt_attended = attended if attended > least_attended else least_attended
+        context = (load.total_blocks - free_blocks) * block_size
         belief = 0.5 ** (worker.age_s / STALE_S)
-        usual = self._queued.get(worker.role, queued)
+        usual = self._queued[_ROLES.index(worker.role)]
         # What this router has sent there itself is no rumour.
-        waits = max(sent, belief * queued + (1 - belief) * usual)
-        values = (
+        waits = max(sent, belief * queued + (1 - belief) * (queued if usual is None else usual))
+        room = room_if_given_way = _room(requests, requests, places, free_blocks, block_size)
+        if load.yielding_requests or load.yielding_blocks:
+            staying, blocks = requests - load.yielding_requests, free_blocks + load.yielding_blocks
+            room_if_given_way = _room(requests, staying, places, blocks, block_size)
+        _ROW.pack_into(
+            self._row,
+            0,
             block_size,
             load.total_blocks * block_size,
             free_blocks,
             requests,
             queued,
             batch,
-            _prompt_limit(queued, worker.max_queued_prefill_tokens, worker.mine.longest_prefill),
-            _room(requests, requests, worker.max_requests, free_blocks, block_size),
-            _room(
-                requests,
-                requests - load.yielding_requests,
-                worker.max_requests,
-                free_blocks + load.yielding_blocks,
-                block_size,
-            ),
+            _prompt_limit(queued, worker.max_queued_prefill_tokens, mine.longest_prefill),
+            room,
+            room_if_given_way,
             worker.decisions,
             self._draws[number],
             prompt_base * -(-waits // batch) + prompt_token * waits,
@@ -334,9 +330,9 @@ class Fleet:
             known,
             reaches,
             *own,
-            *worker.mine.by_class,
+            *mine.by_class,
         )
-        self._cells[number :: len(self._rows)] = memoryview(_ROW.pack(*values)).cast("d")
+        self._cells[number :: len(self._rows)] = self._row
 
     def _resize(self, size: int) -> None:
         more = size - len(self)

@@ -16,11 +16,20 @@ NEWS = 0.2
 
 
 class Links:
-    """Milliseconds that the KV of one token takes, by the workers' numbers; means in which old news fade."""
+    """Milliseconds that the KV of one token takes, by the workers' numbers; means in which old news fade.
+
+    Attributes:
+        usual: of pairs that have exchanged nothing yet; 0 if nothing is known at all.
+        rows_at, rows: for native code, good until something is changed: where the rows are, by prefill worker, and
+            how many of them; ``struct link_row`` of routing.c.
+    """
 
     def __init__(self) -> None:
+        self.usual = 0.0
+        self.rows_at = self.rows = 0
         self._mean = math.nan
         self._from: dict[int, Column] = {}  # by prefill worker; nan for those that it has sent nothing
+        self._rows = np.zeros((0, 2), np.uint64)  # of each: address of its row and length, 0 if there is none
 
     def seen(self, prefill: int, decode: int, ms: float) -> None:
         """A transfer took so long for each of its tokens."""
@@ -29,21 +38,26 @@ class Links:
             longer = np.full(decode + 1, math.nan)
             if row is not None:
                 longer[: len(row)] = row
-            row = self._from[prefill] = longer
+            row = longer
+            self._keep(prefill, row)
         row[decode] = _mean(float(row[decode]), ms)
-        self._mean = _mean(self._mean, ms)
+        self.usual = self._mean = _mean(self._mean, ms)
+
+    def _keep(self, prefill: int, row: Column) -> None:
+        """In the place of its row so far."""
+        if prefill >= self.rows:
+            self._rows = np.concatenate([self._rows, np.zeros((prefill + 1 - self.rows, 2), np.uint64)])
+            self.rows_at, self.rows = self._rows.ctypes.data, len(self._rows)
+        self._from[prefill] = row
+        self._rows[prefill] = row.ctypes.data, len(row)
 
     def forget(self, number: int) -> None:
         """The worker is gone, and another one may get its number. Idempotent."""
-        self._from.pop(number, None)
+        if self._from.pop(number, None) is not None:
+            self._rows[number] = 0
         for row in self._from.values():
             if number < len(row):
                 row[number] = math.nan
-
-    @property
-    def usual(self) -> float:
-        """Of pairs that have exchanged nothing yet; 0 if nothing is known at all."""
-        return 0.0 if math.isnan(self._mean) else self._mean
 
     def of(self, prefill: int) -> Column | None:
         """From this worker to each, by number, nan for those that it has sent nothing; not to be changed. None if it

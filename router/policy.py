@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 
-from router.candidates import Candidates, Is
+from router.candidates import NOTHING_AHEAD, Ahead, Candidates, Is
 from router.fleet import Column, Fleet
 from router.links import Links
 from router.native.candidates import native_candidates
@@ -77,9 +77,9 @@ class RouteRequest:
         return Wanted(self.prompt_tokens, self.cached, self.avoid, self.draw)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as above
 class Route:
-    """The choice. `prefill` is None in local mode; `reason` says why this mode.
+    """The choice, never changed once it is made. `prefill` is None in local mode; `reason` says why this mode.
 
     `rebuild`: the KV was computed before, and its transfer failed. `lacking`: prompt tokens to compute, those aside
     that are cached where it is computed.
@@ -110,20 +110,38 @@ class Seen(Protocol):
     def whole(self, kinds: int) -> Best | None: ...
 
 
-def look(request: RouteRequest, fleet: Fleet) -> Seen:
+def look(request: RouteRequest, fleet: Fleet, ahead: Ahead = NOTHING_AHEAD) -> Seen:
     """At the workers, by the fastest means."""
-    return native_candidates(request, fleet) or Candidates(request, fleet)
+    return native_candidates(request, fleet, ahead) or Candidates(request, fleet)
 
 
 def choose(
-    request: RouteRequest, fleet: Fleet, look: Callable[[RouteRequest, Fleet], Seen] = look
+    request: RouteRequest, fleet: Fleet, look: Callable[[RouteRequest, Fleet, Ahead], Seen] = look
 ) -> Route | NoRoute:
     """Choose the best workers that can start `request` now; the fleet must be settled."""
-    return _Choice(request, fleet, look(request, fleet)).choose()
+    return _Choice(request, fleet, look(request, fleet, _ahead(request, fleet))).choose()
+
+
+_PREFILLS_NOW: Final = Is.PREFILLS | Is.CAN_PREFILL
+_WHOLE_NOW: Final = Is.WHOLE | Is.RUNS_WHOLE_NOW
+
+
+def _ahead(request: RouteRequest, fleet: Fleet) -> Ahead:
+    """What `_Choice` will ask for, unless some workers cannot take the request: then it asks anew."""
+    if request.rebuild or request.resumes or request.local_only or not fleet.decoders:
+        return 0, 0, _WHOLE_NOW
+    if not (fleet.prefillers and fleet.decode_workers):
+        return 0, 0, (Is.AGGREGATED if fleet.aggregated_workers else Is.DECODES) | Is.RUNS_WHOLE_NOW
+    decode = (Is.DECODES_SAMPLES if request.samples > 1 else Is.DECODES) | Is.TAKES_TICKET
+    if request.disaggregate == "always" or not fleet.measured:
+        return _PREFILLS_NOW, decode, 0
+    return _PREFILLS_NOW, decode, (Is.WHOLE_CALMLY if request.itl_ms else Is.WHOLE) | Is.RUNS_WHOLE_NOW
 
 
 class _Choice:
     """One choice."""
+
+    __slots__ = ("_fleet", "_request", "_seen")
 
     def __init__(self, request: RouteRequest, fleet: Fleet, seen: Seen) -> None:
         self._request = request
@@ -163,7 +181,7 @@ class _Choice:
 
     def _pools(self, decode: int) -> Route | NoRoute:
         request, seen = self._request, self._seen
-        first = seen.prefill(Is.PREFILLS | Is.CAN_PREFILL)
+        first = seen.prefill(_PREFILLS_NOW)
         second = seen.decode(decode | Is.TAKES_TICKET, first)
         if second is None and request.interactive:
             # Batch requests give way to an interactive one, but where there is room nobody has to.

@@ -191,12 +191,7 @@ class Ranking:
         return Best(number, float(cost[number]))
 
 
-def mixed_draw(draw: int) -> int:
-    """A draw as 64 bits that have to do with all of it."""
-    return draw * SPREAD & _WORD
-
-
 def _drawn(draws: Column, draw: int) -> int:
     """Which of these it is; another one for another `draw`."""
-    mixed = (draws.astype(np.uint64) ^ np.uint64(mixed_draw(draw))) * np.uint64(SPREAD)
+    mixed = (draws.astype(np.uint64) ^ np.uint64(draw * SPREAD & _WORD)) * np.uint64(SPREAD)
     return int(np.argmin(mixed))

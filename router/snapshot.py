@@ -7,7 +7,7 @@ does not pile up on one worker.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdcore.types import Role, WorkerLoad
 
@@ -16,9 +16,9 @@ STALLED_PER_PLACE = 16
 are remembered everywhere."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take several times as long to make
 class InFlight:
-    """Work that this router has given to a worker.
+    """Work that this router has given to a worker; never changed once it is made.
 
     Attributes:
         requests: requests on it. prefill_tokens: prompt tokens sent to it, or planned, and not known to be computed.
@@ -37,9 +37,9 @@ class InFlight:
     by_class: tuple[int, ...] = (0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # the same
 class WorkerSnapshot:
-    """A connected worker as the router sees it.
+    """A connected worker as the router sees it; never changed once it is made.
 
     Attributes:
         load: its last report. mine: what this router has on it.
@@ -55,7 +55,7 @@ class WorkerSnapshot:
     block_size: int
     max_requests: int
     max_queued_prefill_tokens: int
-    mine: InFlight = InFlight()
+    mine: InFlight = field(default_factory=InFlight)
     decisions: int = 0
     max_num_batched_tokens: int = 1 << 20
     age_s: float = 0.0
@@ -68,10 +68,12 @@ class WorkerSnapshot:
     @property
     def requests(self) -> int:
         """Requests on the worker, those it has not heard of yet included; not those of clients that take nothing."""
-        load = self.load
+        load, mine = self.load, self.mine
         reported = load.waiting + load.running + load.paused + load.open_tickets
         # A report can be on its way while a request is sent: what is mine is there in any case.
-        requests = max(self.mine.requests, reported + self.mine.new_requests)
+        requests = max(mine.requests, reported + mine.new_requests)
+        if not load.stalled_requests:
+            return requests
         return requests - min(load.stalled_requests, STALLED_PER_PLACE * self.max_requests, requests)
 
     @property

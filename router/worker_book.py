@@ -20,12 +20,17 @@ class Assignment:
 
 @dataclass(slots=True)
 class WorkerBook:
-    """What this router has given to one worker; see `InFlight`."""
+    """What this router has given to one worker; see `InFlight`.
+
+    Attributes:
+        assignments: what is there. prefilling: those with prompt tokens to compute.
+    """
 
     assignments: dict[RequestKey, Assignment] = field(default_factory=dict)
-    prefilling: dict[RequestKey, Assignment] = field(default_factory=dict)  # those with prompt tokens to compute
+    prefilling: dict[RequestKey, Assignment] = field(default_factory=dict)
     by_class: list[int] = field(default_factory=lambda: [0] * len(PriorityClass))
     prefill_tokens: int = 0
+    longest_prefill: int = 0
     new_requests: int = 0
     new_prefill_tokens: int = 0
     new_blocks: int = 0
@@ -37,6 +42,7 @@ class WorkerBook:
         assignment = self.assignments[key] = Assignment(prefill_tokens, blocks, self.report, priority)
         if prefill_tokens:
             self.prefilling[key] = assignment
+            self.longest_prefill = max(self.longest_prefill, prefill_tokens)
         self.by_class[priority] += 1
         self.prefill_tokens += prefill_tokens
         self.new_requests += 1
@@ -51,6 +57,8 @@ class WorkerBook:
         self.prefill_tokens -= assignment.prefill_tokens
         if assignment.report == self.report:
             self.new_prefill_tokens -= assignment.prefill_tokens
+        if assignment.prefill_tokens == self.longest_prefill:
+            self.longest_prefill = max((held.prefill_tokens for held in self.prefilling.values()), default=0)
         assignment.prefill_tokens = 0
 
     def release(self, key: RequestKey) -> None:
@@ -71,7 +79,7 @@ class WorkerBook:
         return InFlight(
             requests=len(self.assignments),
             prefill_tokens=self.prefill_tokens,
-            longest_prefill=max((held.prefill_tokens for held in self.prefilling.values()), default=0),
+            longest_prefill=self.longest_prefill,
             new_requests=self.new_requests,
             new_prefill_tokens=self.new_prefill_tokens,
             new_blocks=self.new_blocks,

@@ -220,7 +220,8 @@ class WorkerPool:
         now = self._clock.now()
         self._fleet.reserve(len(self.numbers))
         for worker_id in self._changed:
-            row = self.snapshot(worker_id)
+            client = self._clients.get(worker_id)
+            row = None if client is None else self._snapshot(client, now)
             if row is None:
                 self._fleet.remove(worker_id)
             else:
@@ -231,21 +232,22 @@ class WorkerPool:
 
     def snapshots(self) -> list[WorkerSnapshot]:
         """The workers that are connected and take new requests."""
-        return [snapshot for client in self._clients.values() if (snapshot := self._snapshot(client)) is not None]
+        now = self._clock.now()
+        return [row for client in self._clients.values() if (row := self._snapshot(client, now)) is not None]
 
     def snapshot(self, worker_id: str) -> WorkerSnapshot | None:
         """None if the worker is not connected or takes nothing new."""
         client = self._clients.get(worker_id)
-        return None if client is None else self._snapshot(client)
+        return None if client is None else self._snapshot(client, self._clock.now())
 
-    def _snapshot(self, client: WorkerClient) -> WorkerSnapshot | None:
-        facts = client.facts
-        serving = self._states.get(client.worker_id) == membership_pb2.WORKER_STATE_SERVING
+    def _snapshot(self, client: WorkerClient, now: float) -> WorkerSnapshot | None:
+        facts, worker_id = client.facts, client.worker_id
+        serving = self._states.get(worker_id) == membership_pb2.WORKER_STATE_SERVING
         if facts is None or client.draining or not serving:
             return None
-        book = self._books[client.worker_id]
+        book = self._books[worker_id]
         return WorkerSnapshot(
-            worker_id=client.worker_id,
+            worker_id=worker_id,
             role=facts.role,
             load=client.load,
             block_size=facts.geometry.block_size,
@@ -255,7 +257,7 @@ class WorkerPool:
             mine=book.in_flight(),
             decisions=book.decisions,
             max_num_batched_tokens=facts.max_num_batched_tokens,
-            age_s=max(0.0, self._clock.now() - client.load_at),
+            age_s=max(0.0, now - client.load_at),
         )
 
     @property

@@ -15,6 +15,8 @@ from router.fleet import COLUMNS
 
 logger = logging.getLogger(__name__)
 
+_addressof, _from_buffer = ctypes.addressof, ctypes.c_char.from_buffer
+
 
 @functools.cache
 def routing_library() -> ctypes.PyDLL | None:
@@ -29,9 +31,9 @@ def routing_library() -> ctypes.PyDLL | None:
     _declare(library.pdrt_columns, "", ctypes.c_char_p)
     columns = library.pdrt_columns().decode().split()
     assert columns == list(COLUMNS), "routing.c knows other columns than the fleet has"
-    _declare(library.pdrt_survey, "p", ctypes.c_uint64)
+    _declare(library.pdrt_look, "p", ctypes.c_uint64)
     _declare(library.pdrt_prefill, "pu", None)
-    _declare(library.pdrt_decode, "pupzdd", None)
+    _declare(library.pdrt_decode, "puld", None)
     _declare(library.pdrt_whole, "pu", None)
     _declare(library.pdrt_spread, "pzzppz", None)
     _declare(library.pdrt_holders_new, "uu", ctypes.c_void_p)
@@ -52,7 +54,7 @@ def routing_library() -> ctypes.PyDLL | None:
 
 def address(array: NDArray[Any] | None) -> int:
     """Of a writeable array's first item, for a function in C; the fastest way by far. 0 of none, or of nothing."""
-    return 0 if array is None or not len(array) else ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+    return 0 if array is None or not len(array) else _addressof(_from_buffer(array))  # type: ignore[arg-type]
 
 
 def _declare(function: Any, arguments: str, result: Any) -> None:
@@ -61,6 +63,7 @@ def _declare(function: Any, arguments: str, result: Any) -> None:
         "z": ctypes.c_size_t,
         "u": ctypes.c_uint64,
         "w": ctypes.c_uint32,
+        "l": ctypes.c_int64,
         "i": ctypes.c_int,
         "d": ctypes.c_double,
     }

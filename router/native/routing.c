@@ -59,30 +59,48 @@ struct prices {
     uint64_t spread;
 };
 
+/* The columns of a fleet, good as long as no other ones take their place. */
+struct fleet {
+    const double *table;  /* [columns, size] */
+    const uint8_t *roles; /* [3, size], 0 or 1: prefill, decode, aggregated */
+    size_t size;          /* workers */
+    const struct prices *prices;
+    double *scratch;      /* [5, size], and the answers behind that: each function finds what others left */
+};
+
+/* What KV takes from one worker to others: milliseconds a token, by number, nan for those it has sent nothing. */
+struct link_row {
+    const double *token_ms; /* [size] */
+    size_t size;
+};
+
 /* One choice. */
 struct choice {
-    const double *table;    /* [columns, size] */
-    const uint8_t *roles;   /* [3, size], 0 or 1: prefill, decode, aggregated */
-    size_t size;            /* workers */
-    const double *cached;   /* [size]: tokens of the prompt that they have; NULL if nobody has any */
-    const uint8_t *exclude; /* [size], 0 or 1, or NULL */
+    const struct fleet *fleet;
+    const double *cached;   /* [fleet size]: tokens of the prompt that they have; NULL if nobody has any */
+    const uint8_t *exclude; /* [fleet size], 0 or 1, or NULL */
     const uint8_t *avoid;   /* the same */
     double prompt_tokens, total_tokens, other_samples, itl_ms;
     uint64_t draw;
-    const struct prices *prices;
     uint64_t interactive;   /* batch requests give way to it */
     uint64_t decoders;      /* somebody serves who is there to decode */
-    double *scratch;        /* [5, size], and a `struct best` behind that: each function finds what others left */
+    const struct link_row *links; /* [linked]: by number; token_ms is NULL of those that have sent nothing */
+    size_t linked;
+    double usual_ms;        /* of pairs that have exchanged nothing */
+    struct { uint64_t prefill, decode, whole; } ahead; /* kinds of what is looked for at once; 0: nothing is */
 };
 
 struct best {
-    double number;          /* -1: there is none */
+    int64_t number;         /* -1: there is none */
     double cost_ms, lacking, computing_ms, queued_ms, exposed_ms;
 };
 
-#define COLUMN(name) const double *restrict name = c->table + (size_t)(column_##name) * size
-#define SCRATCH(type, name, at) type *restrict name = (type *)(c->scratch + (size_t)(at) * size)
-enum { STANDING, COSTS, LACKING, COMPUTING, ROWS, BEST };
+/* Answers: those found ahead, and what was asked for last. */
+enum answer { PREFILL_AHEAD, DECODE_AHEAD, WHOLE_AHEAD, ASKED };
+
+#define COLUMN(name) const double *restrict name = c->fleet->table + (size_t)(column_##name) * size
+#define SCRATCH(type, name, at) type *restrict name = (type *)(c->fleet->scratch + (size_t)(at) * size)
+enum { STANDING, COSTS, LACKING, COMPUTING, ROWS, ANSWERS };
 
 /* Small counts, rounded up: adding 2^52 leaves no room for a fraction. */
 static inline double rounded_up(double value) {
@@ -95,9 +113,10 @@ static inline double larger(double a, double b) { return a > b ? a : b; }
 static inline double smaller(double a, double b) { return a < b ? a : b; }
 
 /* Fills `standing`, and what is lacking and takes computing; returns the bits that at least one worker has. */
-API CLONES uint64_t pdrt_survey(const struct choice *c) {
-    const size_t size = c->size;
-    const uint8_t *restrict prefill = c->roles, *restrict decode = prefill + size, *restrict aggregated = decode + size;
+static CLONES uint64_t survey(const struct choice *c) {
+    const size_t size = c->fleet->size;
+    const uint8_t *restrict prefill = c->fleet->roles;
+    const uint8_t *restrict decode = prefill + size, *restrict aggregated = decode + size;
     const double prompt_tokens = c->prompt_tokens, total_tokens = c->total_tokens, tokens = prompt_tokens + 1;
     const double other_samples = c->other_samples, itl_ms = c->itl_ms;
     const uint64_t decoders = c->decoders ? 1 : 0;
@@ -172,7 +191,7 @@ static inline double apart(struct among among, uint64_t standing) {
 }
 
 static struct among among_of(const struct choice *c, uint64_t who) {
-    const size_t size = c->size;
+    const size_t size = c->fleet->size;
     SCRATCH(const uint64_t, standing, STANDING);
     if (c->avoid)
         for (size_t i = 0; i < size; i++)
@@ -183,9 +202,9 @@ static struct among among_of(const struct choice *c, uint64_t who) {
 
 /* Of those whose cost, in `costs`, is alike the lowest: one key after the other, the lowest (by its sign) wins; then
  * the draw. */
-static inline void choose(const struct choice *c, int keys, const double *const *key, const int *sign) {
-    const size_t size = c->size;
-    SCRATCH(struct best, best, BEST);
+static inline void choose(const struct choice *c, struct best *best, int keys, const double *const *key,
+                          const int *sign) {
+    const size_t size = c->fleet->size;
     COLUMN(queued_ms); COLUMN(draws);
     SCRATCH(const double, costs, COSTS);
     SCRATCH(const double, lacking, LACKING);
@@ -201,7 +220,7 @@ static inline void choose(const struct choice *c, int keys, const double *const 
         lows[0] = smaller(costs[i], lows[0]);
     for (size_t k = 0; k < 8; k++)
         lowest = smaller(lows[k], lowest);
-    limit = smaller((1 + c->prices->alike) * lowest, c->prices->most);
+    limit = smaller((1 + c->fleet->prices->alike) * lowest, c->fleet->prices->most);
     for (i = 0; i < size; i++) {
         rows[count] = i;
         count += costs[i] <= limit;
@@ -222,14 +241,14 @@ static inline void choose(const struct choice *c, int keys, const double *const 
         count = left;
     }
     size_t chosen = rows[0];
-    const uint64_t spread = c->prices->spread;
-    uint64_t low = ((uint64_t)draws[chosen] ^ c->draw) * spread;
+    const uint64_t spread = c->fleet->prices->spread, draw = c->draw * spread;
+    uint64_t low = ((uint64_t)draws[chosen] ^ draw) * spread;
     for (size_t r = 1; r < count; r++) {
-        uint64_t mixed = ((uint64_t)draws[rows[r]] ^ c->draw) * spread;
+        uint64_t mixed = ((uint64_t)draws[rows[r]] ^ draw) * spread;
         if (mixed < low)
             low = mixed, chosen = rows[r];
     }
-    best->number = (double)chosen;
+    best->number = (int64_t)chosen;
     best->cost_ms = costs[chosen];
     best->lacking = lacking[chosen];
     best->computing_ms = computing_ms[chosen];
@@ -238,10 +257,10 @@ static inline void choose(const struct choice *c, int keys, const double *const 
 }
 
 /* The worker that is to compute the prompt. */
-API CLONES void pdrt_prefill(const struct choice *c, uint64_t who) {
-    const size_t size = c->size;
+static CLONES void prefill(const struct choice *c, uint64_t who, struct best *best) {
+    const size_t size = c->fleet->size;
     const struct among among = among_of(c, who);
-    const double price = 1 + c->prices->work_price;
+    const double price = 1 + c->fleet->prices->work_price;
     COLUMN(queued_ms); COLUMN(queued_prefill_tokens); COLUMN(requests); COLUMN(decisions);
     SCRATCH(const uint64_t, standing, STANDING);
     SCRATCH(const double, computing_ms, COMPUTING);
@@ -250,7 +269,7 @@ API CLONES void pdrt_prefill(const struct choice *c, uint64_t who) {
         double cost = queued_ms[i] + price * computing_ms[i];
         costs[i] = cost + apart(among, standing[i]);
     }
-    choose(c, 3, (const double *const[]){queued_prefill_tokens, requests, decisions}, (const int[]){1, 1, 1});
+    choose(c, best, 3, (const double *const[]){queued_prefill_tokens, requests, decisions}, (const int[]){1, 1, 1});
 }
 
 /* What is left of the transfer of the prompt when it has been computed. */
@@ -258,18 +277,29 @@ static inline double exposed(double token_ms, double lacking, double computed_ms
     return larger(token_ms * lacking - computed_ms, 0.0);
 }
 
-/* The worker that is to get the prompt's KV and to generate. `links`: milliseconds a token to the first `linked`
- * workers, nan where only the `usual` is known. `computed_ms`: what computing the prompt takes meanwhile. */
-API CLONES void pdrt_decode(const struct choice *c, uint64_t who, const double *restrict links, size_t linked,
-                            double usual, double computed_ms) {
-    const size_t size = c->size;
+/* The worker that is to get the prompt's KV, from `first` unless that is -1, and to generate. `computed_ms`: what
+ * computing the prompt takes there. */
+static CLONES void decode(const struct choice *c, uint64_t who, int64_t first, double computed_ms, struct best *best) {
+    const size_t size = c->fleet->size;
     const struct among among = among_of(c, who);
-    const double priced_tokens = c->prices->priced_tokens, prompt_tokens = c->prompt_tokens;
+    const double priced_tokens = c->fleet->prices->priced_tokens, prompt_tokens = c->prompt_tokens;
     COLUMN(requests); COLUMN(free_blocks); COLUMN(decisions); COLUMN(stream_ms); COLUMN(stream_attended_ms);
     SCRATCH(const uint64_t, standing, STANDING);
     SCRATCH(const double, lacking, LACKING);
     SCRATCH(double, costs, COSTS);
-    linked = linked < size ? linked : size;
+    const double *restrict links = NULL;
+    double usual = 0.0;
+    size_t linked = 0;
+    if (first < 0) {
+        computed_ms = 0.0;
+    } else {
+        usual = c->usual_ms;
+        if ((size_t)first < c->linked) {
+            const struct link_row row = c->links[first];
+            links = row.token_ms;
+            linked = row.size < size ? row.size : size;
+        }
+    }
     for (size_t i = 0; i < linked; i++)
         costs[i] = exposed(links[i] == links[i] ? links[i] : usual, lacking[i], computed_ms);
     for (size_t i = linked; i < size; i++)
@@ -279,8 +309,7 @@ API CLONES void pdrt_decode(const struct choice *c, uint64_t who, const double *
         double cost = priced_tokens * step_ms + costs[i];
         costs[i] = cost + apart(among, standing[i]);
     }
-    choose(c, 3, (const double *const[]){requests, free_blocks, decisions}, (const int[]){1, -1, 1});
-    SCRATCH(struct best, best, BEST);
+    choose(c, best, 3, (const double *const[]){requests, free_blocks, decisions}, (const int[]){1, -1, 1});
     if (best->number >= 0) {
         size_t i = (size_t)best->number;
         best->exposed_ms = exposed(i < linked && links[i] == links[i] ? links[i] : usual, lacking[i], computed_ms);
@@ -288,10 +317,10 @@ API CLONES void pdrt_decode(const struct choice *c, uint64_t who, const double *
 }
 
 /* The worker that is to run the request as a whole. */
-API CLONES void pdrt_whole(const struct choice *c, uint64_t who) {
-    const size_t size = c->size;
+static CLONES void whole(const struct choice *c, uint64_t who, struct best *best) {
+    const size_t size = c->fleet->size;
     const struct among among = among_of(c, who);
-    const struct prices *p = c->prices;
+    const struct prices *p = c->fleet->prices;
     const double here = 1 + p->work_price + p->here_price, stream_price = p->stream_price;
     const double priced_tokens = p->priced_tokens, prompt_tokens = c->prompt_tokens;
     COLUMN(queued_ms); COLUMN(queued_prefill_tokens); COLUMN(requests); COLUMN(free_blocks); COLUMN(decisions);
@@ -305,9 +334,38 @@ API CLONES void pdrt_whole(const struct choice *c, uint64_t who) {
         double cost = queued_ms[i] + price * computing_ms[i] + priced_tokens * step_ms;
         costs[i] = cost + apart(among, standing[i]);
     }
-    choose(c, 4, (const double *const[]){requests, queued_prefill_tokens, free_blocks, decisions},
+    choose(c, best, 4, (const double *const[]){requests, queued_prefill_tokens, free_blocks, decisions},
            (const int[]){1, 1, -1, 1});
 }
+
+static struct best *answer(const struct choice *c, enum answer number) {
+    const size_t size = c->fleet->size;
+    SCRATCH(struct best, answers, ANSWERS);
+    return answers + number;
+}
+
+/* Looks at all workers, and for the best ones of the kinds in `ahead`: `decode` gets the KV from `prefill`, if that is
+ * looked for and found. Returns the bits that at least one worker has. To be called before the functions below. */
+API uint64_t pdrt_look(const struct choice *c) {
+    const uint64_t there = survey(c);
+    struct best *first = answer(c, PREFILL_AHEAD);
+    first->number = -1;
+    if (c->ahead.prefill)
+        prefill(c, c->ahead.prefill, first);
+    if (c->ahead.decode)
+        decode(c, c->ahead.decode, first->number, first->computing_ms, answer(c, DECODE_AHEAD));
+    if (c->ahead.whole)
+        whole(c, c->ahead.whole, answer(c, WHOLE_AHEAD));
+    return there;
+}
+
+API void pdrt_prefill(const struct choice *c, uint64_t who) { prefill(c, who, answer(c, ASKED)); }
+
+API void pdrt_decode(const struct choice *c, uint64_t who, int64_t first, double computed_ms) {
+    decode(c, who, first, computed_ms, answer(c, ASKED));
+}
+
+API void pdrt_whole(const struct choice *c, uint64_t who) { whole(c, who, answer(c, ASKED)); }
 
 /* -- sets of workers ------------------------------------------------------------------------------------------------ */
 

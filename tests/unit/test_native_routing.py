@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from pdcore.native_build import NativeUnavailable
 from pdcore.step_time import StepTime
 from pdcore.types import Role, WorkerLoad
 from router import worker_sets
-from router.candidates import Candidates, Is
+from router.candidates import NOTHING_AHEAD, Ahead, Candidates, Is
 from router.fleet import Fleet
 from router.holders import Holders
 from router.links import Links
@@ -25,8 +26,9 @@ from router.native.candidates import NativeCandidates, native_candidates
 from router.native.holders import native_holders
 from router.native.library import routing_library
 from router.native.prefix_tree import native_prefix_tree
-from router.policy import RouteRequest, choose
+from router.policy import Route, RouteRequest, choose
 from router.prefix_tree import PrefixTree
+from router.ranking import Best
 from router.snapshot import InFlight, WorkerSnapshot
 from router.worker_sets import members, spread
 
@@ -69,12 +71,20 @@ def some_fleet(rng: random.Random, count: int) -> Fleet:
     return fleet
 
 
+def some_links(rng: random.Random, count: int) -> Links:
+    """Rows shorter and longer than a fleet of so many, workers without one, and some that are gone."""
+    links = Links()
+    for prefill in rng.sample(range(count + 2), rng.choice([0, 1, count // 2, count])):
+        for decode in rng.sample(range(count + 9), rng.randrange(count + 9)):
+            links.seen(prefill, decode, rng.choice([0.01, 0.5, 2.0]))
+    for _ in range(rng.choice([0, 1, count // 2])):
+        links.forget(rng.randrange(count + 9))
+    return links
+
+
 def some_request(rng: random.Random, count: int) -> RouteRequest:
     tokens = rng.choice([1, 60, 300, 1000, 1600])
-    links = Links() if rng.random() < 0.7 else None
-    if links is not None:
-        for _ in range(rng.choice([0, count])):
-            links.seen(rng.randrange(count), rng.randrange(count), rng.choice([0.01, 0.5, 2.0]))
+    links = some_links(rng, count) if rng.random() < 0.7 else None
     cached = np.array([rng.choice([0, 0, 16, 160, tokens]) for _ in range(count)], np.float64)
     names = [f"w{number}" for number in range(count)]
     return RouteRequest(
@@ -95,10 +105,28 @@ def some_request(rng: random.Random, count: int) -> RouteRequest:
     )
 
 
-def in_c(request: RouteRequest, fleet: Fleet) -> NativeCandidates:
-    found = native_candidates(request, fleet)
+def in_c(request: RouteRequest, fleet: Fleet, ahead: Ahead = NOTHING_AHEAD) -> NativeCandidates:
+    found = native_candidates(request, fleet, ahead)
     assert found is not None, "there is a C compiler where tests run"
     return found
+
+
+class Calls:
+    """The library, and the names of the functions that were called."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.append(name)
+        return getattr(routing_library(), name)
+
+    def look(self, request: RouteRequest, fleet: Fleet, ahead: Ahead) -> NativeCandidates:
+        return NativeCandidates(cast(ctypes.PyDLL, self), request, fleet, ahead)
+
+
+def in_numpy(request: RouteRequest, fleet: Fleet, _: Ahead = NOTHING_AHEAD) -> Candidates:
+    return Candidates(request, fleet)
 
 
 @settings(deadline=None, max_examples=120)
@@ -115,7 +143,91 @@ def test_both_see_the_same_workers_and_choose_the_same_one_at_the_same_cost(seed
             assert native.decode(who, computes) == plain.decode(who, computes)
     for who in (Is.WHOLE, Is.WHOLE_CALMLY | Is.RUNS_WHOLE_NOW, Is.AGGREGATED | Is.RUNS_WHOLE_NOW):
         assert native.whole(who) == plain.whole(who)
-    assert choose(request, fleet, in_c) == choose(request, fleet, Candidates)
+    assert choose(request, fleet, in_c) == choose(request, fleet, in_numpy)
+
+
+DECODE = [
+    kind | takes
+    for kind in (Is.DECODES, Is.DECODES_SAMPLES)
+    for takes in (Is.TAKES_TICKET, Is.TAKES_TICKET_IF_GIVEN_WAY)
+]
+WHOLE = [kind | Is.RUNS_WHOLE_NOW for kind in (Is.WHOLE, Is.WHOLE_CALMLY, Is.AGGREGATED, Is.DECODES)]
+
+
+@settings(deadline=None, max_examples=120)
+@given(st.integers(0, 1 << 32), st.sampled_from([1, 2, 3, 8, 30, 130]))
+def test_what_was_found_ahead_is_what_numpy_finds_in_whatever_order_it_is_asked_for(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    fleet, request = some_fleet(rng, count), some_request(rng, count)
+    ahead = (
+        rng.choice([0, Is.PREFILLS, Is.PREFILLS | Is.CAN_PREFILL, Is.PREFILLS | Is.CAN_PREFILL]),
+        rng.choice([0, *DECODE]),
+        rng.choice([0, *WHOLE]),
+    )
+    plain, native = Candidates(request, fleet), in_c(request, fleet, ahead)
+    firsts: list[Best | None] = [native.prefill(ahead[0]) if ahead[0] else None]
+    assert firsts[0] is None or firsts[0] == plain.prefill(ahead[0])
+    for _ in range(12):
+        match rng.randrange(3):
+            case 0:
+                kinds = rng.choice([ahead[0] or Is.PREFILLS, Is.PREFILLS, Is.PREFILLS | Is.CAN_PREFILL])
+                first = native.prefill(kinds)
+                assert first == plain.prefill(kinds)
+                firsts.append(first)
+            case 1:
+                kinds, first = rng.choice([ahead[1] or DECODE[0], rng.choice(DECODE)]), rng.choice(firsts)
+                assert native.decode(kinds, first) == plain.decode(kinds, first)
+            case 2:
+                kinds = rng.choice([ahead[2] or WHOLE[0], rng.choice(WHOLE)])
+                assert native.whole(kinds) == plain.whole(kinds)
+
+
+MEASURED = StepTime(10.0, 0.3, steps=9, largest=512)
+
+
+def two_pools(*others: WorkerSnapshot, step_time: StepTime = MEASURED) -> Fleet:
+    load = WorkerLoad(free_blocks=100, total_blocks=100, step_time=step_time)
+    pools = [
+        WorkerSnapshot(f"{role}-{name}", role, load, 16, 8, 1024, max_num_batched_tokens=512)
+        for role in (Role.PREFILL, Role.DECODE)
+        for name in "ab"
+    ]
+    return Fleet.of([*pools, *others])
+
+
+AGGREGATED = WorkerSnapshot("a", Role.AGGREGATED, WorkerLoad(free_blocks=100, total_blocks=100), 16, 8, 1024)
+ONE_CALL = {
+    "always": (two_pools(), RouteRequest(300, 350)),
+    "auto": (two_pools(), RouteRequest(300, 350, disaggregate="auto", handover_ms=1e3)),
+    "calmly": (two_pools(AGGREGATED), RouteRequest(300, 350, disaggregate="auto", itl_ms=1e3, links=Links())),
+    "samples": (two_pools(), RouteRequest(300, 350, samples=3, disaggregate="auto")),
+    "nothing measured": (two_pools(step_time=StepTime()), RouteRequest(300, 350, disaggregate="auto")),
+    "rebuild": (two_pools(), RouteRequest(300, 350, rebuild=True)),
+    "resumes": (two_pools(), RouteRequest(300, 350, resumes=True)),
+    "local only": (two_pools(), RouteRequest(300, 350, local_only=True)),
+    "aggregated workers": (Fleet.of([AGGREGATED]), RouteRequest(300, 350)),
+    "a prefill worker alone": (Fleet.of([replace(AGGREGATED, role=Role.PREFILL)]), RouteRequest(300, 350)),
+    "decode workers alone": (Fleet.of([replace(AGGREGATED, role=Role.DECODE)]), RouteRequest(300, 350)),
+}
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_a_usual_choice_takes_one_call(name: str) -> None:
+    fleet, request = ONE_CALL[name]
+    calls = Calls()
+    assert isinstance(choose(request, fleet, calls.look), Route)
+    assert calls.names == ["pdrt_look"]
+
+
+def test_batch_requests_are_asked_to_give_way_in_a_call_of_its_own() -> None:
+    load = WorkerLoad(running=3, total_blocks=100, yielding_requests=2, yielding_blocks=60)
+    fleet = two_pools()
+    for row in fleet.rows:
+        if row.role is Role.DECODE:
+            fleet.put(fleet.number_of[row.worker_id], replace(row, load=load), 0.0)
+    calls = Calls()
+    assert isinstance(choose(RouteRequest(300, 350, interactive=True), fleet, calls.look), Route)
+    assert calls.names == ["pdrt_look", "pdrt_decode"]
 
 
 def test_other_policies_are_numpy_alone() -> None:
@@ -135,7 +247,7 @@ def test_columns_that_do_not_fit_are_refused_and_others_read_right() -> None:
     frozen.setflags(write=False)
     for column in (cached, frozen):
         asked = RouteRequest(900, 950, cached=column)
-        assert choose(asked, fleet) == choose(replace(asked, cached=plain), fleet, Candidates)
+        assert choose(asked, fleet) == choose(replace(asked, cached=plain), fleet, in_numpy)
 
 
 @settings(deadline=None, max_examples=40)
@@ -266,5 +378,5 @@ def test_a_fleet_that_grows_gets_a_larger_place_for_results() -> None:
     in_c(asked, fleet)
     before = fleet.workspace
     fleet.reserve(200)
-    assert choose(asked, fleet, in_c) == choose(asked, fleet, Candidates)
+    assert choose(asked, fleet, in_c) == choose(asked, fleet, in_numpy)
     assert fleet.workspace is not before

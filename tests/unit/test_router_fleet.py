@@ -24,7 +24,7 @@ def worker(name: str = "w", role: Role = Role.PREFILL, **load: object) -> Worker
 
 
 WORKERS = st.builds(
-    lambda name, role, running, queued, free, yielding, mine, known, age: replace(
+    lambda name, role, running, queued, free, yielding, yielded, mine, known, age: replace(
         worker(
             f"w{name}",
             role,
@@ -32,7 +32,7 @@ WORKERS = st.builds(
             queued_prefill_tokens=queued,
             free_blocks=free,
             yielding_requests=min(yielding, running),
-            yielding_blocks=yielding,
+            yielding_blocks=yielded,
             step_time=MODEL if known else StepTime(),
         ),
         mine=mine,
@@ -44,6 +44,7 @@ WORKERS = st.builds(
     st.integers(0, 3000),
     st.integers(0, 100),
     st.integers(0, 20),
+    st.sampled_from([0, 0, 7, 20]),
     st.builds(
         InFlight,
         requests=st.integers(0, 9),
@@ -69,6 +70,8 @@ def test_room(w: WorkerSnapshot, tokens: int, give_way: bool) -> None:
     fits = requests < w.max_requests and (w.requests == 0 or blocks >= w.blocks_for(tokens))
     gives = (w.load.yielding_requests, w.load.yielding_blocks) if give_way else (0, 0)
     assert (tokens <= room_tokens(w, *gives)) == fits
+    fleet = Fleet.of([w])
+    assert (fleet.room_if_given_way if give_way else fleet.room_tokens)[0] == room_tokens(w, *gives)
 
 
 @settings(deadline=None)
@@ -86,11 +89,27 @@ def test_columns_stay_true_while_workers_come_change_and_go(steps: list[tuple[in
     fleet.settle(100 * REFRESH_S)
     fresh = Fleet.of([replace(w, age_s=w.age_s + 100 * REFRESH_S) for w in rows.values()], 100 * REFRESH_S)
     assert {fleet.id_of(number) for number in fleet.number_of.values()} == {w.worker_id for w in rows.values()}
+    for name in ("prefillers", "decode_workers", "aggregated_workers", "decoders", "measured"):
+        assert getattr(fleet, name) == getattr(fresh, name)
+    assert fleet.prefillers == sum(w.role is Role.PREFILL for w in rows.values())
+    assert fleet.decoders == len(rows) - fleet.prefillers
     for name in COLUMNS:
         column, same = getattr(fleet, name), getattr(fresh, name)
         np.testing.assert_allclose(column[list(rows)], same, err_msg=name)
         if column.dtype == np.bool_:
             assert not np.delete(column, [number for number in rows]).any(), "who is gone is in no pool"
+
+
+@settings(deadline=None)
+@given(st.lists(WORKERS, min_size=1, max_size=8))
+def test_a_row_is_written_as_settling_makes_it(drawn: list[WorkerSnapshot]) -> None:
+    workers = [replace(w, worker_id=f"w{number}") for number, w in enumerate(drawn)]
+    fleet = Fleet.of(workers)
+    settled = {name: getattr(fleet, name).copy() for name in COLUMNS}
+    for number, w in enumerate(workers):
+        fleet.put(number, w, 0.0)
+    for name, column in settled.items():
+        np.testing.assert_allclose(getattr(fleet, name), column, rtol=1e-14, err_msg=name)
 
 
 def test_a_queue_is_believed_less_as_time_passes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import numpy as np
@@ -37,6 +38,25 @@ def test_who_is_gone_leaves_nothing_to_the_next_one_of_its_number() -> None:
     assert np.asarray(links.token_ms(0, 3)).tolist() == pytest.approx([1.0, 1.0, 8.0], rel=0.01)
     links.forget(0)
     assert links.token_ms(0, 3) == pytest.approx(1.0, rel=0.01)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(-1, 9)), max_size=40))
+def test_native_code_finds_the_rows_that_there_are(steps: list[tuple[int, int]]) -> None:
+    links = Links()
+    for prefill, decode in steps:
+        if decode < 0:
+            links.forget(prefill)
+        else:
+            links.seen(prefill, decode, 1.0 + prefill)
+        table = (ctypes.c_uint64 * (2 * links.rows)).from_address(links.rows_at or 1)
+        for number in range(10):
+            at, size = table[2 * number : 2 * number + 2] if number < links.rows else (0, 0)
+            row = links.of(number)
+            if row is None:
+                assert (at, size) == (0, 0)
+            else:
+                np.testing.assert_array_equal((ctypes.c_double * size).from_address(at), row)
 
 
 @settings(deadline=None)
