@@ -1,4 +1,5 @@
 """The processes of a router's measurement: a router in one, null workers in another, load in the one that measures.
+In the router's place there can be a relay, which does nothing but pass on.
 
 The workers compute nothing. They speak the real session interface, and as an engine's their decode loop gives every
 running request one token a step and reports a step's tokens in one message. When each token was reported is noted.
@@ -21,14 +22,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import uvloop
 
+from benchmarks.router_by_hand import BareRelay, ByHand
 from pdcore.config import RouterConfig
 from pdcore.types import ModelInfo, Role
+from protos import generation_pb2_grpc
 from router.service import RouterServer
 from tests.support.null_worker import NullWorker, _Job
 from tests.support.static_membership import StaticMembership
@@ -108,6 +113,24 @@ async def _be_router(order: Mapping[str, Any]) -> _Role:
     return _Role(dict, router.stop)
 
 
+async def _be_relay(order: Mapping[str, Any]) -> _Role:
+    """`order`: workers, the addresses of ``prefill-0`` and ``decode-0``."""
+    stack = AsyncExitStack()
+    addresses = [order["workers"][worker_id] for worker_id in ("prefill-0", "decode-0")]
+    prefill, decode = [await stack.enter_async_context(ByHand(address)) for address in addresses]
+    server = grpc.aio.server()
+    generation_pb2_grpc.add_GenerationServicer_to_server(BareRelay(prefill, decode), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(json.dumps({"address": f"127.0.0.1:{port}"}), flush=True)
+
+    async def stop() -> None:
+        await server.stop(None)
+        await stack.aclose()
+
+    return _Role(dict, stop)
+
+
 async def _be_workers(order: Mapping[str, Any]) -> _Role:
     """`order`: model, tokens, step_s, and the numbers of prefill and decode workers."""
     model = ModelInfo(**order["model"])
@@ -131,7 +154,8 @@ async def _be_workers(order: Mapping[str, Any]) -> _Role:
 
 
 async def _serve(order: Mapping[str, Any]) -> None:
-    role = await {"router": _be_router, "workers": _be_workers}[order["be"]](order)
+    roles = {"router": _be_router, "relay": _be_relay, "workers": _be_workers}
+    role = await roles[order["be"]](order)
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     while line := await lines.readline():
@@ -217,6 +241,11 @@ def router_child(model_path: Path, membership: str, **options: object) -> Child:
         **options,
     }
     return Child("router", config=config)
+
+
+def relay_child(workers: Mapping[str, str]) -> Child:
+    """A relay to the first worker of either pool."""
+    return Child("relay", workers=dict(workers))
 
 
 def workers_child(tokens: list[int], *, prefill: int, decode: int, step_s: float) -> Child:

@@ -88,6 +88,8 @@ class QueueState:
 
 def service_order(waiting: Sequence[Waiting], config: QueueConfig, state: QueueState) -> Iterator[int]:
     """Indices into `waiting` (any order), who is to be served next first. Lazy: ask for as many as you need."""
+    if len(waiting) == 1 and config.policy != "static":
+        return iter((0,))  # mostly nobody has to wait for others
     by_arrival = sorted(range(len(waiting)), key=lambda i: waiting[i].arrival)
     match config.policy:
         case "sjf":

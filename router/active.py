@@ -9,6 +9,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+from pdcore.types import RequestSpec
+from protos import worker_pb2
 from router.admission import QueueEntry
 from router.limits import Charge
 from router.prefixes import PromptNames
@@ -54,6 +56,8 @@ class ActiveRequest:
         charge: what its tenant was charged, of all but samples. expected_token: when it was started (seconds on the
             clock), and after how many milliseconds its first token is expected.
         no_route_since: seconds on the clock since when no worker could ever take it; None if one can.
+        reserved: what the last decode worker was asked to make room for, and the same as a message, which the prefill
+            worker gets as well.
     """
 
     tracker: RequestTracker
@@ -77,6 +81,7 @@ class ActiveRequest:
     trunk: ActiveRequest | None = None
     group: SampleGroup | None = None
     joined: int = 0
+    reserved: tuple[RequestSpec, worker_pb2.WorkerRequest] | None = None
 
     @property
     def left_s(self) -> float:

@@ -444,10 +444,10 @@ class Dispatcher:
                         worker_id, part.tracker.attempt, done.queued_s, done.compute_s, done.cached_tokens
                     )
                     self.perform(part, told)
-                snapshot = self.pool.snapshot(worker_id)
-                if snapshot is not None:
+                role = self.pool.role_of(worker_id)
+                if role is not None:
                     tokens = len(active.tracker.prompt) - done.cached_tokens
-                    self._rates.prefilled(snapshot.role, tokens, done.compute_s)
+                    self._rates.prefilled(role, tokens, done.compute_s)
             elif notice.HasField("prompt_logprobs"):
                 logprobs = logprobs_from_proto(notice.prompt_logprobs)
                 for part in [part for part in _parts(active, notice.attempt) if part.tracker.sample == 0][:1]:
@@ -502,11 +502,16 @@ class Dispatcher:
             case effects_of.SendCredit(worker_id, key, tokens):
                 self.pool.credit(worker_id, key, tokens)
             case effects_of.SendReserve(worker_id, spec):
-                reserve = worker_pb2.Reserve(request=spec_to_proto(spec))
+                request = spec_to_proto(spec)
+                active.reserved = spec, request
+                reserve = worker_pb2.Reserve(request=request)
                 self.pool.send(worker_id, worker_pb2.SessionCommand(reserve=reserve))
             case effects_of.SendPrefill(worker_id, spec):
                 assert ticket is not None
-                prefill = worker_pb2.Prefill(request=spec_to_proto(spec), ticket=ticket)
+                reserved, active.reserved = active.reserved, None
+                same = reserved is not None and reserved[0] == spec
+                request = reserved[1] if reserved is not None and same else spec_to_proto(spec)
+                prefill = worker_pb2.Prefill(request=request, ticket=ticket)
                 self.pool.send(worker_id, worker_pb2.SessionCommand(prefill=prefill))
             case effects_of.SendGenerate(worker_id, spec):
                 generate = worker_pb2.Generate(request=spec_to_proto(spec))

@@ -54,6 +54,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self._door = door
         self._open_to_all = frozenset(open_to_all)
         self._for_admins = frozenset(for_admins)
+        self._guarded: dict[str, grpc.RpcMethodHandler] = {}  # by method; there are as many as the server has
 
     async def intercept_service(
         self,
@@ -73,7 +74,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 self._door.caller(metadata)
         except RequestError as error:
             return _refusing(error)
-        return _guarded(handler)
+        guarded = self._guarded.get(method)
+        if guarded is None:
+            guarded = self._guarded[method] = _guarded(handler)
+        return guarded
 
 
 def _refusing(error: RequestError) -> grpc.RpcMethodHandler:

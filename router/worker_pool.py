@@ -17,7 +17,14 @@ from router.native.library import routing_library
 from router.snapshot import WorkerSnapshot
 from router.validation import Limits
 from router.worker_book import WorkerBook
-from router.worker_client import NO_LONGER_USED, RouterIdentity, SessionListener, SessionTiming, WorkerClient
+from router.worker_client import (
+    NO_LONGER_USED,
+    RouterIdentity,
+    SessionListener,
+    SessionTiming,
+    WorkerClient,
+    WorkerFacts,
+)
 from router.worker_health import WorkerHealth
 from router.worker_sets import WorkerNumbers
 from security.internal import PLAIN, Internal
@@ -240,11 +247,16 @@ class WorkerPool:
         client = self._clients.get(worker_id)
         return None if client is None else self._snapshot(client, self._clock.now())
 
+    def _takes_requests(self, client: WorkerClient) -> WorkerFacts | None:
+        """Facts of a worker that is connected and takes new requests; None of others."""
+        serving = self._states.get(client.worker_id) == membership_pb2.WORKER_STATE_SERVING
+        return client.facts if serving and not client.draining else None
+
     def _snapshot(self, client: WorkerClient, now: float) -> WorkerSnapshot | None:
-        facts, worker_id = client.facts, client.worker_id
-        serving = self._states.get(worker_id) == membership_pb2.WORKER_STATE_SERVING
-        if facts is None or client.draining or not serving:
+        facts = self._takes_requests(client)
+        if facts is None:
             return None
+        worker_id = client.worker_id
         book = self._books[worker_id]
         return WorkerSnapshot(
             worker_id=worker_id,
@@ -263,7 +275,13 @@ class WorkerPool:
     @property
     def route_possible(self) -> bool:
         """Whether a worker is connected and takes new requests: in need, each can run them as a whole."""
-        return not self.fleet().empty
+        # Asked for every request, so no row is made anew for it.
+        return any(self._takes_requests(client) is not None for client in self._clients.values())
+
+    def role_of(self, worker_id: str) -> Role | None:
+        """None if the worker is not connected."""
+        client = self._clients.get(worker_id)
+        return None if client is None or client.facts is None else client.facts.role
 
     @property
     def degraded(self) -> str:
