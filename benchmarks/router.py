@@ -17,6 +17,9 @@ a conversation, begins one, or is like no other. A decision is the router's own:
 there already, as fresh objects, as hashing leaves them. In rounds: some decisions one after the other, then as many
 workers announce what they computed of earlier prompts and what they gave up (`apply`).
 
+Before each decision the request's first token is foretold, as for every interactive request that comes, to see whether
+it can be in time (`foresee`): what the workers can do is looked at anew, and some prompts are ahead of it.
+
 Times are CPU time of the thread, since nothing here waits, and other work on the machine should not count; reading
 the clock, which the table shows, is in them. Hashing a prompt is measured apart.
 """
@@ -40,29 +43,33 @@ import numpy as np
 import psutil
 
 from benchmarks import router_prompts, router_relay, router_ttft
+from benchmarks.router_traffic import BLOCK_SIZE, Name, SimulatedWorker, Traffic
 from pdcore.clock import ManualClock
-from pdcore.hashing import HASH_BYTES, block_hashes, chain_root
+from pdcore.hashing import block_hashes, chain_root
 from pdcore.step_time import StepTime
 from pdcore.types import PriorityClass, RequestKey, Role, WorkerLoad
 from protos import worker_pb2
+from router.capacity import capacity_of
 from router.fleet import Fleet
 from router.links import Links
 from router.policy import Route, RouteRequest, choose
 from router.prefixes import Prefixes, PromptNames
+from router.shedding import Ahead, Asked, forecast
 from router.snapshot import WorkerSnapshot
 from router.worker_book import WorkerBook
 from router.worker_sets import WorkerNumbers
 
 NAMING = ("benchmark", 16)
-BLOCK_SIZE = 16
-SYSTEM_PROMPT_TOKENS = (128, 512, 1024, 2048, 4096, 8192)
 DECISION_S = 0.0002
 """Simulated time between two decisions: 5,000 a second."""
 
 ROUND = 50
 """Decisions between which no events come."""
 
-Name = bytes
+AHEAD = 4
+"""Prompts that wait in the router when a first token is foretold."""
+START_MS = 20.0
+"""Between two of their starts."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ class Result:
     """What `--json` gets; microseconds of CPU time unless a name says otherwise.
 
     Attributes:
-        decide: `cached` and `choose`. route: these two and `note`. clock: reading it once.
+        foresee: when its first token is expected. decide: `cached` and `choose`. route: these two and `note`.
+        clock: reading it once.
         local: share of the decisions for one worker that does both.
         hash_prompt: naming the blocks of a prompt of `tokens` tokens.
         bytes_per_entry: growth of the process over the known pairs, names included.
@@ -85,6 +93,7 @@ class Result:
     bytes_per_entry: float
     hit_rate: float
     local: float
+    foresee: dict[str, float]
     decide: dict[str, float]
     route: dict[str, float]
     decisions_per_s: float
@@ -93,70 +102,6 @@ class Result:
     longest_apply: float
     hash_prompt: float
     clock: float
-
-
-def fresh(names: list[Name]) -> list[Name]:
-    """Equal names in objects of their own, as they come out of a hash or a message."""
-    whole = b"".join(names)
-    return [whole[at : at + HASH_BYTES] for at in range(0, len(whole), HASH_BYTES)]
-
-
-class SimulatedWorker:
-    """A cache of `capacity` blocks: paths are used as a whole, and the one unused longest gives up its end first."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.following = 0
-        self._last_use: dict[Name, None] = {}
-
-    def run(self, hashes: list[Name]) -> list[tuple[bool, Name]]:
-        """Compute a prompt; returns what the worker announces."""
-        added = [name for name in hashes if name not in self._last_use]
-        for name in reversed(hashes):  # the beginning was used last
-            self._last_use.pop(name, None)
-            self._last_use[name] = None
-        surplus = max(0, len(self._last_use) - self.capacity)
-        oldest = iter(self._last_use)
-        removed = [next(oldest) for _ in range(surplus)]
-        for name in removed:
-            del self._last_use[name]
-        self.following += len(added) + surplus
-        return [(True, name) for name in fresh(added)] + [(False, name) for name in fresh(removed)]
-
-
-class Traffic:
-    """Prompts of one length: a mix of conversations that go on, new ones behind a system prompt, and single ones."""
-
-    def __init__(self, rng: random.Random, tokens: int) -> None:
-        self._rng = rng
-        self.tokens = tokens
-        self._blocks = tokens // BLOCK_SIZE
-        lengths = [min(tokens // 2, length) // BLOCK_SIZE for length in SYSTEM_PROMPT_TOKENS]
-        self._system_prompts = [self._new(length) for length in lengths]
-        self._conversations: list[list[Name]] = []
-
-    def conversation(self) -> list[Name]:
-        """The turns so far of a new conversation, which may go on later."""
-        system_prompt = self._rng.choice(self._system_prompts)
-        length = self._rng.randint(len(system_prompt) + 1, self._blocks - 1)
-        turns = system_prompt + self._new(length - len(system_prompt))
-        self._conversations.append(turns)
-        return turns
-
-    def prompt(self) -> list[Name]:
-        kind = self._rng.random()
-        if kind < 0.5:
-            begun = self._rng.choice(self._conversations)
-        elif kind < 0.8:
-            begun = self._rng.choice(self._system_prompts)
-        else:
-            begun = []
-        return fresh(begun + self._new(self._blocks - len(begun)))
-
-    def _new(self, blocks: int) -> list[Name]:
-        # Random names: nothing depends on what was hashed.
-        names = self._rng.randbytes(blocks * HASH_BYTES)
-        return [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
 
 
 class Named(PromptNames):
@@ -204,7 +149,7 @@ class Run:
             self.numbers.take(worker_id)
             self.prefixes.connected(worker_id, NAMING)
             self._put(number)
-        self.times: dict[str, list[int]] = {"decide": [], "route": [], "apply": []}
+        self.times: dict[str, list[int]] = {"foresee": [], "decide": [], "route": [], "apply": []}
         self.events = self.hits = self.local = 0
         self._sent: deque[Sent] = deque()
 
@@ -256,6 +201,7 @@ class Run:
         self.clock.advance(DECISION_S)
         prompt, tokens, now = Named(hashes), self.traffic.tokens, self.clock.now()
         key, blocks = RequestKey(f"request-{len(self.times['decide'])}", 0), -(-(tokens + 1) // BLOCK_SIZE)
+        self._foresee()
         start = time.thread_time_ns()
         self.fleet.settle(now)
         cached = self.prefixes.cached(prompt)
@@ -279,6 +225,15 @@ class Run:
         self.hits += len(hashes) * BLOCK_SIZE - route.lacking
         self.local += route.prefill is None
         self._sent.append(Sent(key, hashes, computes, decodes))
+
+    def _foresee(self) -> None:
+        tokens = self.traffic.tokens
+        asked, ahead = Asked(tokens, tokens // 2), Ahead(AHEAD * tokens, AHEAD)
+        start = time.thread_time_ns()
+        capacity = capacity_of(self.fleet, START_MS, 1.0)
+        assert capacity is not None
+        forecast(asked, ahead, capacity)
+        self.times["foresee"].append(time.thread_time_ns() - start)
 
     def _announce(self, sent: Sent) -> None:
         for number in {sent.computes, sent.decodes}:
@@ -342,6 +297,7 @@ def measure(args: argparse.Namespace) -> Result:
         bytes_per_entry=bytes_per_entry,
         hit_rate=run.hits / decisions / tokens,
         local=run.local / decisions,
+        foresee=percentiles(run.times["foresee"]),
         decide=percentiles(run.times["decide"]),
         route=percentiles(run.times["route"]),
         decisions_per_s=1e9 * decisions / sum(run.times["route"]),
@@ -374,7 +330,7 @@ def decisions(args: argparse.Namespace) -> None:
         f"{result.local:.0%} for one worker\n"
     )
     print(f"{'CPU time':24} {'median':>8} {'P95':>8} {'P99':>8}   us")
-    for name, times in (("decide", result.decide), ("decide, note", result.route)):
+    for name, times in (("foresee", result.foresee), ("decide", result.decide), ("decide, note", result.route)):
         print(f"{name:24} {times['median']:8.1f} {times['p95']:8.1f} {times['p99']:8.1f}")
     print(f"{'hash a prompt':24} {result.hash_prompt:8.1f}")
     print(f"{'read the clock':24} {result.clock:8.1f}\n")

@@ -18,9 +18,10 @@ from pdcore.types import PriorityClass
 from router import effects as effects_of
 from router.active import ActiveRequest
 from router.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, AdmissionQueue, QueueEntry, Shed
+from router.capacity import Capacity, capacity_of
 from router.gaps import closed_to_batch
 from router.limits import Charge, TenantBook
-from router.shedding import Ahead, Asked, Capacity, Overdue, Pace, capacity_of, forecast, on_worker, verdict
+from router.shedding import Ahead, Asked, Overdue, Pace, forecast, on_worker, verdict
 from router.validation import GenerationRequest
 from router.worker_pool import WorkerPool
 
@@ -186,13 +187,14 @@ class AdmissionControl:
         return min((itl_ms for itl_ms in objectives if itl_ms), default=0.0)
 
     def started(self, active: ActiveRequest, worker_id: str, lacking: int) -> None:
-        """A request is about to be given to the worker that computes its prompt."""
+        """A request is about to be given to the worker that computes its prompt; nothing of it has been yet."""
         active.expected_token = None
         self._looked = -math.inf
-        worker = self._pool.snapshot(worker_id)
-        if worker is None or active.branches or active.tracker.delivered:
+        fleet = self._pool.fleet()
+        number = fleet.number_of.get(worker_id)
+        if number is None or active.branches or active.tracker.delivered:
             return
-        expected_ms = on_worker(worker, active.tracker.prompt_tokens, lacking)
+        expected_ms = on_worker(fleet, number, active.tracker.prompt_tokens, lacking)
         if expected_ms is not None:
             active.expected_token = (self._clock.now(), expected_ms)
 
@@ -254,7 +256,7 @@ class AdmissionControl:
             self._looked = now
             interval_s = self._queue.start_interval_s
             start_ms = None if interval_s is None else 1000 * interval_s
-            self._capacity = capacity_of(self._pool.fleet().rows, start_ms, self._pace.factor)
+            self._capacity = capacity_of(self._pool.fleet(), start_ms, self._pace.factor)
         return self._capacity
 
 

@@ -53,12 +53,13 @@ COLUMNS = (
 )
 """Of the table, in their order: see `Fleet`."""
 
-_HEARD_AT, _SENT_TOKENS, _CONTEXT, _KNOWN, _REACHES, _BASE, _TOKEN, _ATTENDED, _MINE = range(
-    len(COLUMNS), len(COLUMNS) + 9
+_PLACES, _HEARD_AT, _SENT_TOKENS, _CONTEXT, _REACHES, _KNOWN, _BASE, _TOKEN, _ATTENDED, _MINE = range(
+    len(COLUMNS), len(COLUMNS) + 10
 )
-"""Columns behind them, of which settling makes others anew: when the last report was heard, prompt tokens sent and
-not known to be computed, tokens in the cache; whether steps were measured, also as large as those of prompts; and the
-worker's own step-time model, drift included. Then this router's requests there, a column for each class."""
+"""Columns behind them: places for more requests. Then those of which settling makes others anew: when the last report
+was heard, prompt tokens sent and not known to be computed, tokens in the cache; whether steps were measured, also as
+large as those of prompts; and the worker's own step-time model, drift included. Then this router's requests there, a
+column for each class."""
 _ALL = _MINE + len(PriorityClass)
 _ROW = struct.Struct(f"{_ALL}d")
 
@@ -73,6 +74,9 @@ class Fleet:
 
     Attributes:
         number_of: numbers by worker id. prefill, decode, aggregated: masks of who is there, by role.
+        computing: mask of workers where prompts are computed: the prefill pool beside a decode pool, and aggregated
+            ones; without these whoever there is. generating: of those on which tokens are generated: prefill workers
+            only if there is nobody else.
         prefillers, decode_workers, aggregated_workers: how many there are of each role. decoders: how many should
             decode, which are the last two.
         measured: some worker has measured steps as large as those of prompts are.
@@ -88,6 +92,7 @@ class Fleet:
             each token, and each token attended to (`pdcore.step_time`).
         stream_ms: what a step will take that generates a token of each request there and of one more, without what
             that one attends to. stream_attended_ms: the latter, for each token.
+        places: requests that it may hold beside those it has; negative if it has more than it may.
     """
 
     block_size: Column
@@ -107,9 +112,12 @@ class Fleet:
     prompt_attended_ms: Column
     stream_ms: Column
     stream_attended_ms: Column
+    places: Column
     prefill: Mask
     decode: Mask
     aggregated: Mask
+    computing: Mask
+    generating: Mask
     _table: Column
     _masks: Mask
 
@@ -156,13 +164,20 @@ class Fleet:
     @property
     def known(self) -> Mask:
         """Of workers that have measured their steps."""
-        return np.asarray(self._table[_KNOWN] > 0) & self._masks.any(axis=0)
+        return np.asarray(self._table[_KNOWN] > 0)
 
     @property
-    def generating(self) -> Mask:
-        """Of workers on which tokens are generated: prefill workers only if there is nobody else."""
-        others = self.decode | self.aggregated
-        return others if others.any() else self.prefill
+    def own_models(self) -> Column:
+        """Step-time models as each worker has fitted its own, drift included: of shape [3, numbers], what a step
+        takes, each token of it, and each token attended to. They say nothing of workers that are not `known`."""
+        return self._table[_BASE : _ATTENDED + 1]
+
+    def own_model(self, number: int) -> Step | None:
+        """The same of one worker; None if it has not measured enough."""
+        item = self._table.item
+        if not item(_KNOWN, number):
+            return None
+        return item(_BASE, number), item(_TOKEN, number), item(_ATTENDED, number)
 
     def mine(self, priority: PriorityClass) -> Column:
         """This router's requests of that class on each worker."""
@@ -225,6 +240,7 @@ class Fleet:
             self._leave(number, self._rows[number])
             self._rows[number] = None
             self._table[:, number] = 1.0  # nothing is divided by 0
+            self._table[_KNOWN, number] = 0.0
             self._masks[:, number] = False
             self._count_roles()
 
@@ -235,6 +251,11 @@ class Fleet:
     def _count_roles(self) -> None:
         self.prefillers, self.decode_workers, self.aggregated_workers = self._masks.sum(axis=1).tolist()
         self.decoders = self.decode_workers + self.aggregated_workers
+        self.generating = self.decode | self.aggregated if self.decoders else self.prefill
+        if self.prefillers and self.decode_workers:
+            self.computing = self.prefill | self.aggregated
+        else:
+            self.computing = self.aggregated if self.aggregated_workers else self.prefill | self.decode
 
     def settle(self, now: float) -> None:
         """Make true for `now` what depends on it, or on several rows: to be called before a choice."""
@@ -324,11 +345,12 @@ class Fleet:
             prompt_attended,
             base + token * (requests + 1) + attended * context,
             attended,
+            places - requests,
             now - worker.age_s,
             sent,
             context,
-            known,
             reaches,
+            known,
             *own,
             *mine.by_class,
         )
@@ -337,6 +359,7 @@ class Fleet:
     def _resize(self, size: int) -> None:
         more = size - len(self)
         table, masks = np.ones((_ALL, size)), np.zeros((3, size), np.bool_)
+        table[_KNOWN] = 0.0
         if len(self):
             table[:, : len(self)], masks[:, : len(self)] = self._table, self._masks
         self._table, self._masks, self.workspace = table, masks, None
@@ -346,7 +369,9 @@ class Fleet:
         self._draws += [0] * more
         for name, column in zip(COLUMNS, table, strict=False):
             setattr(self, name, column)
+        self.places = table[_PLACES]
         self.prefill, self.decode, self.aggregated = masks
+        self._count_roles()
 
 
 def prompt_limit(worker: WorkerSnapshot) -> float:

@@ -126,10 +126,9 @@ class QueuePump:
         computes = route.prefill or route.decode
         self._counters.decisions[route.mode, route.reason] += 1
         workers = dict.fromkeys((route.decode, computes))
+        self._admission.started(active, computes, route.lacking)
         for worker_id in workers:
             tokens = route.lacking if worker_id == computes else 0
-            if worker_id == computes:
-                self._admission.started(active, worker_id, tokens)
             self._pool.assign(
                 worker_id,
                 tracker.key,

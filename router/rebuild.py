@@ -16,12 +16,11 @@ without progress. What then fails comes here::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdcore.costs import CodecCost, TransferSnapshot, transfer_or_recompute
 from pdcore.types import KvTransferStats, Role
-from router.snapshot import WorkerSnapshot
+from router.fleet import Fleet
 
 FIRST_HANDOVER_MS = 10.0
 """What handing over is taken to cost until it has been seen."""
@@ -75,12 +74,14 @@ def after_failed_transfer(failed: FailedTransfer) -> NextTry:
     return NextTry(False, "another pair of workers")
 
 
-def another_pair(failed: frozenset[str], workers: Sequence[WorkerSnapshot]) -> bool:
+def another_pair(failed: frozenset[str], fleet: Fleet) -> bool:
     """Some prefill and decode worker could do it that are not both of the failed pair's."""
-    prefill, decode = (
-        {worker.worker_id for worker in workers if worker.role is role} for role in (Role.PREFILL, Role.DECODE)
-    )
-    return bool(prefill and decode) and not (prefill <= failed and decode <= failed)
+    others = fleet.prefillers + fleet.decode_workers
+    for worker_id in failed:
+        number = fleet.number_of.get(worker_id)
+        if number is not None:
+            others -= int(fleet.prefill[number] or fleet.decode[number])
+    return fleet.prefillers > 0 and fleet.decode_workers > 0 and others > 0
 
 
 class TransferRates:

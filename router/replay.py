@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 
 from pdcore.clock import Clock
-from pdcore.types import Role
 from router.active import ActiveRequest, Counters, log_event
 from router.admission import AdmissionQueue
 from router.effects import Effect, Requeue
@@ -96,7 +95,8 @@ class Replays:
         have had their turn, the decode side. So a pool that is overloaded keeps nobody waiting."""
         active.unfit |= {worker_id}
         if len(active.unfit) >= MAX_PREFILL_TRIES:
-            active.unfit |= {worker.worker_id for worker in self._pool.snapshots() if worker.role is Role.PREFILL}
+            fleet = self._pool.fleet()
+            active.unfit |= {fleet.id_of(number) for number in fleet.prefill.nonzero()[0].tolist()}
 
     def ended(self, active: ActiveRequest) -> None:
         """Whatever became of it."""
@@ -134,7 +134,7 @@ class Replays:
                 failures=active.failed_transfers,
                 delivered=len(tracker.delivered),
                 tokens=tokens,
-                elsewhere=another_pair(pair, self._pool.snapshots()),
+                elsewhere=another_pair(pair, self._pool.fleet()),
                 again=self._rates.again(tokens),
                 prefill_tokens_s=self._rates.decode_side_tokens_s,
             )

@@ -25,13 +25,11 @@ worker has measured its steps yet) sheds nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pdcore.step_time import StepTime
-from pdcore.types import Role
-from router.snapshot import WorkerSnapshot, generating
+from router.capacity import Capacity, attended_by, prompt_ms
+from router.fleet import Fleet
 
 ARRIVING = 0.8
 """Share of its class's objective within which a request has to be expected when it comes."""
@@ -72,47 +70,6 @@ class Asked:
     waited_ms: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """A worker that computes prompts. `busy_ms`: for what it has been given."""
-
-    model: StepTime
-    budget: int
-    busy_ms: float
-
-    @property
-    def tokens_per_ms(self) -> float:
-        """In full steps."""
-        return self.budget / max(1e-6, prompt_ms(self.model, self.budget, self.budget, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Room on a worker that generates: requests, and blocks for their KV. An `idle` one takes any request."""
-
-    requests: int
-    blocks: int
-    block_size: int
-    idle: bool = False
-
-    def free(self, prompt_tokens: int) -> int:
-        """Requests of such a prompt that it could take."""
-        return max(int(self.idle), min(self.requests, self.blocks // -(-(prompt_tokens + 1) // self.block_size)))
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How fast the cluster works requests off.
-
-    `start_ms`: between two starts while requests wait; None if that is not known. `pace`: see `Pace`.
-    """
-
-    lanes: tuple[Lane, ...]
-    places: tuple[Places, ...]
-    start_ms: float | None = None
-    pace: float = 1.0
-
-
 class Forecast(NamedTuple):
     """When a request would get its first token, in milliseconds from now: `wait_ms` + `own_ms`."""
 
@@ -130,66 +87,26 @@ class Overdue(NamedTuple):
     retry_after_s: float
 
 
-def prompt_ms(model: StepTime, budget: int, tokens: float, attended: float) -> float:
-    """What computing so many prompt tokens takes, in steps of at most `budget` tokens, in milliseconds."""
-    steps = math.ceil(tokens / budget)
-    return model.drift * (model.base_ms * steps + model.token_ms * tokens + model.attended_ms * attended)
-
-
-def computing(workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
-    """Workers where prompts are computed: the prefill pool beside a decode pool, and aggregated ones; without these
-    whoever there is."""
-    workers = list(workers)
-    roles = {worker.role for worker in workers}
-    if {Role.PREFILL, Role.DECODE} <= roles:
-        return [worker for worker in workers if worker.role is not Role.DECODE]
-    return [worker for worker in workers if worker.role is Role.AGGREGATED] or workers
-
-
-def capacity_of(workers: Sequence[WorkerSnapshot], start_ms: float | None, pace: float) -> Capacity | None:
-    """The cluster's capacity by its workers' reports; None if too little is known to predict anything.
-
-    A worker that has measured nothing yet is taken for as fast as the fastest of the others.
-    """
-    lanes = computing(workers)
-    known = [worker for worker in lanes if worker.load.step_time.known]
-    if not known:
-        return None
-    fastest = min(known, key=lambda w: prompt_ms(w.load.step_time, w.max_num_batched_tokens, 1000, 0))
-    return Capacity(
-        lanes=tuple(
-            _lane(worker, worker.load.step_time if worker.load.step_time.known else fastest.load.step_time)
-            for worker in lanes
-        ),
-        places=tuple(
-            Places(worker.max_requests - worker.requests, worker.free_blocks, worker.block_size, worker.requests == 0)
-            for worker in generating(workers)
-        ),
-        start_ms=start_ms,
-        pace=pace,
-    )
-
-
-def on_worker(worker: WorkerSnapshot, prompt_tokens: int, lacking: int) -> float | None:
+def on_worker(fleet: Fleet, number: int, prompt_tokens: int, lacking: int) -> float | None:
     """Milliseconds until a prompt that is given to the worker now is computed there; None if that is not known."""
-    model = worker.load.step_time
-    if not model.known:
+    model = fleet.own_model(number)
+    if model is None:
         return None
-    return _lane(worker, model).busy_ms + _own_ms(_lane(worker, model), prompt_tokens, lacking)
+    budget, queued = fleet.max_num_batched_tokens.item(number), fleet.queued_prefill_tokens.item(number)
+    own_ms = prompt_ms(model, budget, lacking, attended_by(prompt_tokens, lacking))
+    return prompt_ms(model, budget, queued, 0) + own_ms
 
 
 def forecast(asked: Asked, ahead: Ahead, capacity: Capacity) -> Forecast:
-    """When it would get its first token. O(workers)."""
-    wait_ms = _poured(capacity.lanes, ahead.tokens) * capacity.pace
-    if capacity.start_ms is not None:
+    """When it would get its first token."""
+    wait_ms, start_ms = capacity.poured_ms(ahead.tokens) * capacity.pace, capacity.start_ms
+    if start_ms is not None:
         # Requests were started as fast as that, whatever is predicted: prompts may be computed elsewhere, too.
-        idle_ms = min(lane.busy_ms for lane in capacity.lanes) * capacity.pace
-        wait_ms = min(wait_ms, idle_ms + ahead.requests * capacity.start_ms)
-    free = sum(places.free(asked.prompt_tokens) for places in capacity.places)
-    if capacity.start_ms is not None and ahead.requests >= free:
-        wait_ms = max(wait_ms, (ahead.requests + 1 - free) * capacity.start_ms)
-    own_ms = min(_own_ms(lane, asked.prompt_tokens, asked.lacking) for lane in capacity.lanes)
-    return Forecast(wait_ms, own_ms * capacity.pace)
+        wait_ms = min(wait_ms, capacity.idle_ms * capacity.pace + ahead.requests * start_ms)
+        lacking = ahead.requests + 1 - capacity.free_places(asked.prompt_tokens)
+        if lacking > 0:
+            wait_ms = max(wait_ms, lacking * start_ms)
+    return Forecast(wait_ms, capacity.own_ms(asked.prompt_tokens, asked.lacking) * capacity.pace)
 
 
 def verdict(asked: Asked, expected: Forecast) -> Overdue | None:
@@ -228,36 +145,3 @@ class Pace:
         """A first token that was expected after `expected_ms`, by step times alone, came after `real_ms`."""
         self._expected = PACE_FADE * self._expected + expected_ms
         self._real = PACE_FADE * self._real + min(real_ms, MAX_PACE * expected_ms + PACE_PRIOR_MS)
-
-
-def _lane(worker: WorkerSnapshot, model: StepTime) -> Lane:
-    budget = worker.max_num_batched_tokens
-    return Lane(model, budget, prompt_ms(model, budget, worker.queued_prefill_tokens, 0))
-
-
-def _own_ms(lane: Lane, prompt_tokens: int, lacking: int) -> float:
-    attended = lacking * (prompt_tokens - lacking) + lacking * lacking // 2
-    return prompt_ms(lane.model, lane.budget, lacking, attended)
-
-
-def _poured(lanes: Sequence[Lane], tokens: float) -> float:
-    """Milliseconds until a worker is free that is given a prompt behind so many tokens.
-
-    ::
-
-        busy_ms |     __       the level that `tokens` come up to, if each worker takes
-                |~~~~|  |~~~   what it computes until then
-                |_   |  |
-                | |__|  |___
-    """
-    by_busy = sorted(lanes, key=lambda lane: lane.busy_ms)
-    level, rate = by_busy[0].busy_ms, 0.0
-    for lane, following in zip(by_busy, [*by_busy[1:], None], strict=True):
-        rate += lane.tokens_per_ms
-        room = math.inf if following is None else (following.busy_ms - level) * rate
-        if tokens <= room:
-            break
-        tokens -= room
-        assert following is not None
-        level = following.busy_ms
-    return level + tokens / rate

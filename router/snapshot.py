@@ -6,7 +6,6 @@ does not pile up on one worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pdcore.types import Role, WorkerLoad
@@ -88,9 +87,3 @@ class WorkerSnapshot:
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-
-def generating(workers: Iterable[WorkerSnapshot]) -> list[WorkerSnapshot]:
-    """Those on which tokens are generated: prefill workers only if there is nobody else."""
-    workers = list(workers)
-    return [worker for worker in workers if worker.role is not Role.PREFILL] or workers

@@ -8,6 +8,7 @@ import pytest
 
 from pdcore.costs import CodecCost, TransferSnapshot, transfer_or_recompute
 from pdcore.types import KvTransferStats, Role, WorkerLoad
+from router.fleet import Fleet
 from router.rebuild import FailedTransfer, NextTry, TransferRates, after_failed_transfer, another_pair
 from router.snapshot import WorkerSnapshot
 
@@ -45,12 +46,12 @@ def test_another_pair_needs_one_worker_that_was_not_in_it() -> None:
     p0, p1 = (worker(name, Role.PREFILL) for name in ("p0", "p1"))
     d0, d1 = (worker(name, Role.DECODE) for name in ("d0", "d1"))
     failed = frozenset({"p0", "d0"})
-    assert not another_pair(failed, [p0, d0])
-    assert another_pair(failed, [p0, p1, d0])
-    assert another_pair(failed, [p0, d0, d1])
-    assert another_pair(failed, [p1, d1])
-    assert not another_pair(failed, [p1]), "nobody decodes"
-    assert not another_pair(failed, [p0, d0, worker("a0", Role.AGGREGATED)])
+    assert not another_pair(failed, Fleet.of([p0, d0]))
+    assert another_pair(failed, Fleet.of([p0, p1, d0]))
+    assert another_pair(failed, Fleet.of([p0, d0, d1]))
+    assert another_pair(failed, Fleet.of([p1, d1]))
+    assert not another_pair(failed, Fleet.of([p1])), "nobody decodes"
+    assert not another_pair(failed, Fleet.of([p0, d0, worker("a0", Role.AGGREGATED)]))
 
 
 def test_rates_are_means_in_which_old_news_fade() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pdcore.classes import ClassObjective, ClassObjectives
 from pdcore.step_time import MIN_STEPS, StepTime
 from pdcore.types import PriorityClass, Role, WorkerLoad
+from router.capacity import Capacity, capacity_of, prompt_ms
 from router.fleet import Fleet
 from router.gaps import closed_to_batch
 from router.shedding import (
@@ -22,14 +23,10 @@ from router.shedding import (
     WAITING,
     Ahead,
     Asked,
-    Capacity,
     Forecast,
     Pace,
-    capacity_of,
-    computing,
     forecast,
     on_worker,
-    prompt_ms,
     verdict,
 )
 from router.snapshot import InFlight, WorkerSnapshot
@@ -67,7 +64,7 @@ def capacity(*workers: WorkerSnapshot, start_ms: float | None = None, pace: floa
     """With a decode worker that has room, if nobody else generates."""
     if all(one.role is Role.PREFILL for one in workers):
         workers = (*workers, worker("d", Role.DECODE))
-    found = capacity_of(workers, start_ms, pace)
+    found = capacity_of(Fleet.of(workers), start_ms, pace)
     assert found is not None
     return found
 
@@ -128,25 +125,30 @@ class TestForecast:
 
     def test_who_computes_prompts(self) -> None:
         prefill, decode, whole = worker("p"), worker("d", Role.DECODE), worker("a", Role.AGGREGATED)
-        assert computing([prefill, decode]) == [prefill]
-        assert computing([prefill, decode, whole]) == [prefill, whole]
-        assert computing([decode, whole]) == [whole]
-        assert computing([decode]) == [decode]
-        assert computing([prefill, whole]) == [whole], "nobody takes what the prefill worker computes"
-        assert computing([prefill]) == [prefill], "in need it runs requests as a whole"
+
+        def computing(*workers: WorkerSnapshot) -> list[WorkerSnapshot]:
+            return [workers[number] for number in Fleet.of(workers).computing.nonzero()[0].tolist()]
+
+        assert computing(prefill, decode) == [prefill]
+        assert computing(prefill, decode, whole) == [prefill, whole]
+        assert computing(decode, whole) == [whole]
+        assert computing(decode) == [decode]
+        assert computing(prefill, whole) == [whole], "nobody takes what the prefill worker computes"
+        assert computing(prefill) == [prefill], "in need it runs requests as a whole"
 
     def test_nothing_is_foretold_before_anything_is_known(self) -> None:
-        assert capacity_of([worker(step_time=StepTime()), worker("d", Role.DECODE)], None, 1.0) is None
-        assert capacity_of([], None, 1.0) is None
-        assert on_worker(worker(step_time=StepTime()), 10, 10) is None
+        new = Fleet.of([worker(step_time=StepTime()), worker("d", Role.DECODE)])
+        assert capacity_of(new, None, 1.0) is None
+        assert capacity_of(Fleet(), None, 1.0) is None
+        assert on_worker(new, 0, 10, 10) is None
 
     def test_a_new_worker_is_as_fast_as_the_fastest(self) -> None:
         slow = worker("slow", step_time=replace(STEADY, token_ms=9.0))
         assert wait_ms(300, slow, worker("known"), worker("new", step_time=StepTime())) < 150
 
     def test_on_one_worker(self) -> None:
-        assert on_worker(worker(queued=100), 100, 100) == pytest.approx(200)
-        assert prompt_ms(STEADY, 100, 101, 0) == pytest.approx(20 + 101 * 0.9)
+        assert on_worker(Fleet.of([worker(queued=100)]), 0, 100, 100) == pytest.approx(200)
+        assert prompt_ms((10.0, 0.9, 0.0), 100, 101, 0) == pytest.approx(20 + 101 * 0.9)
 
 
 ASKED = Asked(100, 100, objective_ms=1000.0)
@@ -205,7 +207,7 @@ class TestVerdict:
         self, model, prompt, objective_ms, waited_ms, pace, others
     ) -> None:
         """Whatever the step times: with one idle worker and nothing ahead nothing is shed, so there is goodput."""
-        assume(prompt_ms(model, 100, 100, 0) > 0)
+        assume(model.base_ms + model.token_ms > 0)
         workers = [worker("idle", step_time=model)]
         workers += [worker(str(n), step_time=model, queued=queued) for n, queued in enumerate(others)]
         workers.append(worker("d", Role.DECODE))
