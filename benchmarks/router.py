@@ -17,8 +17,8 @@ a conversation, begins one, or is like no other. A decision is the router's own:
 there already, as fresh objects, as hashing leaves them. In rounds: some decisions one after the other, then as many
 workers announce what they computed of earlier prompts and what they gave up (`apply`).
 
-Before each decision the request's first token is foretold, as for every interactive request that comes, to see whether
-it can be in time (`foresee`): what the workers can do is looked at anew, and some prompts are ahead of it.
+Before each decision the request's first token is foretold, as for every interactive request that comes, to see
+whether it can be in time (`foresee`): what the workers can do is looked at anew, and some prompts are ahead of it.
 
 Times are CPU time of the thread, since nothing here waits, and other work on the machine should not count; reading
 the clock, which the table shows, is in them. Hashing a prompt is measured apart.

@@ -19,7 +19,7 @@ from router import effects as effects_of
 from router.active import ActiveRequest
 from router.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, AdmissionQueue, QueueEntry, Shed
 from router.capacity import Capacity, capacity_of
-from router.gaps import closed_to_batch
+from router.gaps import HeldBack, closed_to_batch
 from router.limits import Charge, TenantBook
 from router.shedding import Ahead, Asked, Overdue, Pace, forecast, on_worker, verdict
 from router.validation import GenerationRequest
@@ -165,20 +165,18 @@ class AdmissionControl:
                 self.counters[entry.priority].shed_waiting += 1
         return found
 
-    def held_back(self, active: ActiveRequest) -> frozenset[str] | None:
-        """Workers that a request is not to be started on; None if these are all, and it waits. For batch requests."""
+    def held_back(self, active: ActiveRequest) -> HeldBack:
+        """Whether and where a request is not to be started now: a batch request, in favour of others."""
         entry = active.entry
         if entry.priority is not PriorityClass.BATCH or active.tracker.delivered:
-            return frozenset()
+            return HeldBack()
         if self._config.queue.policy != "priority" or self._queue.batch_due:
-            return frozenset()
+            return HeldBack()
         fleet = self._pool.fleet()
         closed = closed_to_batch(fleet, active.tracker.prompt_tokens, self._classes)
         if not closed.any():
-            return frozenset()
-        if not (fleet.generating & ~closed).any():
-            return None
-        return frozenset(map(fleet.id_of, closed.nonzero()[0].tolist()))
+            return HeldBack()
+        return HeldBack(closed, waits=not (fleet.generating & ~closed).any())
 
     @property
     def itl_ms(self) -> float:

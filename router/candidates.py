@@ -66,7 +66,7 @@ class Candidates:
         self._request = request
         self._fleet = fleet
         self._ranking = Ranking(request.policy, request.wanted, fleet)
-        self._excluded = fleet.mask_of(request.exclude) if request.exclude else None
+        self._excluded = fleet.mask_of(request.exclude, request.closed)
         self._masks: dict[int, Mask] = {}
 
     def any(self, kind: int) -> bool:

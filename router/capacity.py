@@ -148,9 +148,9 @@ class ManyWorkers(Capacity):
         self._budgets = budgets = fleet.max_num_batched_tokens[lanes]
         self._models = models = fleet.own_models.take(lanes, axis=1)
         if np.count_nonzero(known) < len(lanes):
-            typical_ms = _prompts_ms(models, budgets, TYPICAL_TOKENS, 0)
+            typical_ms = _prompts_ms(models, budgets, TYPICAL_TOKENS)
             models[:, ~known] = models[:, [np.where(known, typical_ms, np.inf).argmin()]]
-        self._busy_ms = _prompts_ms(models, budgets, fleet.queued_prefill_tokens[lanes], 0)
+        self._busy_ms = _prompts_ms(models, budgets, fleet.queued_prefill_tokens[lanes])
         self.idle_ms = _least(self._busy_ms)
         self._levels: _Levels | None = None
         if start_ms is not None:
@@ -197,9 +197,10 @@ class _Levels:
         return float(start + (tokens - poured) / rate)
 
 
-def _prompts_ms(models: Column, budgets: Column, tokens: Column | float, attended: float) -> Column:
+def _prompts_ms(models: Column, budgets: Column, tokens: Column | float, attended: float = 0.0) -> Column:
     """The same as `prompt_ms` of each of these workers; `models` of shape [3, workers]."""
-    return np.asarray(models[0] * np.ceil(tokens / budgets) + models[1] * tokens + models[2] * attended)
+    took = np.asarray(models[0] * np.ceil(tokens / budgets) + models[1] * tokens)
+    return took + models[2] * attended if attended else took
 
 
 def _least(column: Column) -> float:

@@ -195,12 +195,12 @@ class Fleet:
         assert row is not None, number
         return row.worker_id
 
-    def mask_of(self, worker_ids: Collection[str]) -> Mask | None:
-        """Rows of these workers; None if none of them is there."""
+    def mask_of(self, worker_ids: Collection[str], rows: Mask | None = None) -> Mask | None:
+        """Rows of these workers, and those of `rows`; None if none of these workers is there, and no `rows`."""
         numbers = [self.number_of[worker_id] for worker_id in worker_ids if worker_id in self.number_of]
         if not numbers:
-            return None
-        mask = np.zeros(len(self), np.bool_)
+            return rows
+        mask = np.zeros(len(self), np.bool_) if rows is None else rows.copy()
         mask[numbers] = True
         return mask
 

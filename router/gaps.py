@@ -7,11 +7,21 @@ shortest `itl_ms` of the classes that this router has requests of there. Where t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from pdcore.classes import ClassObjectives
 from pdcore.types import PriorityClass
 from router.fleet import Fleet, Mask
+
+
+class HeldBack(NamedTuple):
+    """What a request waits for that fills gaps. `closed`: workers that it is not to be started on, of the fleet as it
+    is now; None if there are none. `waits`: these are all that generate."""
+
+    closed: Mask | None = None
+    waits: bool = False
 
 
 def closed_to_batch(fleet: Fleet, prompt_tokens: int, classes: ClassObjectives) -> Mask:

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from router.candidates import NOTHING_AHEAD, Ahead, Candidates, Is
-from router.fleet import Column, Fleet
+from router.fleet import Column, Fleet, Mask
 from router.links import Links
 from router.native.candidates import native_candidates
 from router.ranking import Best, Wanted
@@ -47,6 +47,7 @@ class RouteRequest:
         rebuild: a KV transfer failed, and the decode side is to compute the prompt itself.
         local_only: disaggregation was found impossible for it.
         exclude: workers that must not be taken. avoid: workers taken only if there is no other.
+        closed: rows of the fleet that must not be taken either; None if there are none.
         policy: how the best of those is found that could take it. cached, draw: see `Wanted`.
         links: what transfers between two workers take; None if nothing is known.
         disaggregate: ``always`` where both pools serve, or ``auto``.
@@ -63,6 +64,7 @@ class RouteRequest:
     local_only: bool = False
     exclude: frozenset[str] = frozenset()
     avoid: frozenset[str] = frozenset()
+    closed: Mask | None = None
     policy: str = "cost"
     cached: Column | None = None
     draw: int = 0

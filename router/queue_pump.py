@@ -13,6 +13,7 @@ from router.active import ActiveRequest, Counters
 from router.admission import AdmissionQueue, QueueEntry
 from router.admission_control import AdmissionControl
 from router.effects import Effect
+from router.fleet import Mask
 from router.links import Links
 from router.policy import NoRoute, Route, RouteRequest, choose
 from router.prefixes import Prefixes
@@ -97,7 +98,7 @@ class QueuePump:
             def route_for(entry: QueueEntry) -> Route | None:
                 active = self._active[entry.request_id]
                 held_back = self._admission.held_back(active)
-                return None if held_back is None else self._route(active, now, held_back)
+                return None if held_back.waits else self._route(active, now, held_back.closed)
 
             started = self._queue.start_next(now, route_for)
             if started is None:
@@ -156,9 +157,9 @@ class QueuePump:
             if timer is not None:
                 timer.cancel()
 
-    def _route(self, active: ActiveRequest, now: float, held_back: frozenset[str] = frozenset()) -> Route | None:
+    def _route(self, active: ActiveRequest, now: float, closed: Mask | None = None) -> Route | None:
         self._draw += 1
-        asked, bad = self._asked(active, now, held_back), self._pool.health.shunned() | active.unfit
+        asked, bad = self._asked(active, now, closed), self._pool.health.shunned() | active.unfit
         chosen = choose(replace(asked, exclude=asked.exclude | bad) if bad else asked, self._pool.fleet())
         if bad and isinstance(chosen, NoRoute) and not chosen.busy:
             # None of the others could ever take it: rather one that fails than none.
@@ -210,7 +211,7 @@ class QueuePump:
             self._abandon(self._active[request_id], NoWorker(problem))
         self._arm_give_up()
 
-    def _asked(self, active: ActiveRequest, now: float, held_back: frozenset[str]) -> RouteRequest:
+    def _asked(self, active: ActiveRequest, now: float, closed: Mask | None) -> RouteRequest:
         """What a route is asked for."""
         tracker = active.tracker
         return RouteRequest(
@@ -221,7 +222,8 @@ class QueuePump:
             interactive=active.entry.priority is PriorityClass.INTERACTIVE,
             rebuild=active.rebuild,
             local_only=active.local_only,
-            exclude=held_back.union(worker for worker, until in active.refused.items() if until > now),
+            exclude=frozenset([worker for worker, until in active.refused.items() if until > now]),
+            closed=closed,
             avoid=active.avoid,
             policy=self._policy,
             cached=self._prefixes.cached(active.names) if self._by_prefix(active) else None,

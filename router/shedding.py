@@ -6,7 +6,7 @@ When a request would get its first token::
            workers that generate are full, until so many of their requests have ended as are needed
     own    computing what no worker has cached of its prompt, on the fastest worker
 
-both by the workers' own step-time models (`pdcore.step_time`), and both scaled by how the last predictions compared
+both by the workers' own step-time models (`router.capacity`), and both scaled by how the last predictions compared
 to what came of them (`Pace`). What is ahead in the queue is poured over the workers as they become free, by tokens;
 or it is started at the pace at which the last requests were, if that is sooner.
 

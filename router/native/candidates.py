@@ -80,8 +80,8 @@ class NativeCandidates:
                 workspace.cached[:] = cached.data  # cheaper than to find out whether C could read it, and where it is
             except ValueError:  # of another type or length
                 workspace.cached[:] = _column(cached, len(fleet)).data
-        if request.exclude:
-            exclude = fleet.mask_of(request.exclude)
+        if request.exclude or request.closed is not None:
+            exclude = fleet.mask_of(request.exclude, request.closed)
         if request.avoid:
             avoid = fleet.mask_of(request.avoid)
         self._library = library

@@ -96,6 +96,7 @@ def some_request(rng: random.Random, count: int) -> RouteRequest:
         local_only=rng.random() < 0.1,
         exclude=frozenset(rng.sample(names, rng.choice([0, 0, 1, count // 2]))),
         avoid=frozenset(rng.sample(names, rng.choice([0, 0, 1, count - 1]))),
+        closed=np.array([rng.random() < 0.3 for _ in range(count)]) if rng.random() < 0.3 else None,
         cached=np.minimum(cached, tokens) if rng.random() < 0.7 else None,
         draw=rng.randrange(1 << 40),
         links=links,

@@ -127,6 +127,9 @@ def test_names_that_are_not_there_are_in_no_mask() -> None:
     mask = fleet.mask_of({"b", "c"})
     assert mask is not None
     assert mask.tolist() == [False, True]
+    rows = np.array([True, False])
+    assert [fleet.mask_of(names, rows).tolist() for names in ({"b"}, {"c"})] == [[True, True], [True, False]]  # type: ignore[union-attr]
+    assert rows.tolist() == [True, False]
     assert fleet.column({"b": 5.0, "c": 7.0}).tolist() == [0.0, 5.0]
     fleet.remove("b")
     fleet.remove("b")

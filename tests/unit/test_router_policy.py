@@ -187,6 +187,9 @@ def test_local_only() -> None:
 
 def test_exclude_is_hard_and_avoid_is_soft() -> None:
     assert no_route(asks(100, exclude=frozenset({"d0"})), p(), d()).busy is False
+    assert no_route(asks(100, closed=np.array([False, True])), p(), d()).busy is False
+    others = asks(100, exclude=frozenset({"d1"}), closed=np.array([False, True, False, False]))
+    assert route(others, p(), d("d0"), d("d1"), d("d2", running=7)).decode == "d2"
     avoiding = asks(100, avoid=frozenset({"d0", "p0"}))
     chosen = route(avoiding, p("p0"), p("p1", queued=900), d("d0"), d("d1", running=7))
     assert (chosen.prefill, chosen.decode) == ("p1", "d1")
