@@ -45,7 +45,7 @@ WORKERS = st.builds(
     MODELS,
     st.integers(0, 5000) | st.just(0),
     st.integers(0, 12) | st.just(0),
-    st.integers(0, 2000),
+    st.integers(0, 2000) | st.integers(0, 40),
     st.integers(1, 12),
     st.sampled_from([16, 16, 64]),
     st.sampled_from([100, 512, 512, 8192]),
@@ -56,11 +56,12 @@ WORKERS = st.builds(
         new_requests=st.integers(0, 3),
         new_prefill_tokens=st.integers(0, 3000),
         new_blocks=st.integers(0, 300),
-    ),
+    )
+    | st.just(InFlight()),
     st.sampled_from([0.0, 7.0]),
 )
 ASKED = st.integers(1, 9000).flatmap(lambda prompt: st.builds(Asked, st.just(prompt), st.integers(1, prompt)))
-AHEAD = st.builds(Ahead, st.just(0) | st.integers(0, 10**6), st.integers(0, 60))
+AHEAD = st.builds(Ahead, st.just(0) | st.integers(0, 10**6), st.integers(0, 60) | st.integers(0, 2))
 START_MS = st.none() | st.sampled_from([0.0, 0.25, 20.0, 1e4])
 PACE = st.sampled_from([0.25, 1.0, 1.5, 4.0])
 
@@ -110,6 +111,10 @@ def test_forecasts(
             found = forecast(asked, ahead, capacity)
             assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
             assert {type(ms) for ms in found} == {float}, "numpy's own numbers make what follows slow"
+            if start_ms is not None:
+                generating = forecast_oracle.generating(fleet.rows)
+                free = sum(forecast_oracle.free_places(worker, asked.prompt_tokens) for worker in generating)
+                assert capacity.free_places(asked.prompt_tokens) == free
 
 
 @settings(deadline=None)

@@ -15,7 +15,7 @@ from router.fleet import REFRESH_S, STALE_S, Fleet, prompt_limit, room_tokens
 from router.snapshot import InFlight, WorkerSnapshot
 
 MODEL = StepTime(base_ms=10.0, token_ms=1.0, attended_ms=0.001, steps=50, largest=512)
-COLUMNS = [name for name in Fleet.__annotations__ if not name.startswith("_")]
+COLUMNS = [name for name in Fleet.__annotations__ if not name.startswith("_")] + ["known"]
 
 
 def worker(name: str = "w", role: Role = Role.PREFILL, **load: object) -> WorkerSnapshot:
