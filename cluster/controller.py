@@ -17,6 +17,7 @@ from cluster.membership import MembershipServer
 from cluster.pools import WorkerPools
 from cluster.ray_environment import ray_address
 from cluster.ray_session import RaySession, RayThread
+from cluster.reports import unfailing
 from cluster.routers import HostedRouter, RouterProcesses, Routers
 from pdcore.errors import ConfigError, PdserveError
 from pdcore.listening import check_listening
@@ -45,7 +46,7 @@ class ClusterController:
 
     Args:
         config: the cluster's configuration.
-        report: told, in one line each, what a person at the terminal wants to know.
+        report: told, in one line each, what a person at the terminal wants to know. It may fail.
         log_to_driver: print what the workers log.
         on_ray: called on the event loop once Ray is joined; Ray has taken SIGTERM for itself by then.
     """
@@ -62,7 +63,7 @@ class ClusterController:
         self.addresses: Sequence[str] = ()  # of the routers
         self.http_addresses: Sequence[str] = ()  # of those that have HTTP
         self.served_name = ""
-        self._report = report
+        self._report = unfailing(report)
         self._log_to_driver = log_to_driver
         self._on_ray = on_ray
         self._session: RaySession | None = None

@@ -236,7 +236,9 @@ class WorkerPools:
                         worker.create()  # fails while Ray still has the name of the last one
                     info = await worker.ready(_RESTART_S)
                     break
-                except (PdserveError, RayError, TimeoutError) as error:
+                except Exception as error:  # whatever it is, nobody else would start it
+                    if not isinstance(error, (PdserveError, RayError, TimeoutError)):
+                        logger.exception("%s cannot be started", worker.worker_id)
                     reason = str(error) or f"not ready after {_RESTART_S:g} s"
                     self._report(f"{worker.worker_id} is not back, next try in {backoff:.0f} s: {reason}")
                     await worker.stop()

@@ -28,7 +28,7 @@ _FIRST_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 _LOOK_S = 1.0  # between looks at the list of routers
 _HUNG_AFTER = 4  # times `dead_after_s`, off the list with a live process
-_READY = "READY "
+_READY = b"READY "
 
 
 class Routers(Protocol):
@@ -107,7 +107,8 @@ class RouterProcess:
         """Start it, on the ports that it had before, and wait until it listens.
 
         Raises:
-            PdserveError: it does not within its bound, or ends; its own words are on standard error.
+            PdserveError: it does not within its bound, or ends; its own words are on standard error. It has ended
+                then, as it has if anything else is raised.
         """
         if self._process is not None:  # its last life
             self._process.close()
@@ -115,19 +116,16 @@ class RouterProcess:
         process = self._process = ChildProcess([sys.executable, "-m", "router", "-"])
         try:
             async with asyncio.timeout(_START_S):
-                line = (await process.ask(json.dumps(json.loads(to_json(self.config))).encode())).decode()
-        except BrokenPipeError:  # it has ended
-            line = ""
+                answer = await process.ask(json.dumps(json.loads(to_json(self.config))).encode())
+            self.info = _ready(answer)
         except BaseException as error:
             process.kill()
             await process.wait()
             if isinstance(error, TimeoutError):
                 raise PdserveError(f"{self.router_id} is not ready after {_START_S:g} s") from error
+            if isinstance(error, (BrokenPipeError, ValueError)):
+                raise PdserveError(f"{self.router_id} cannot start; what it said is on standard error") from error
             raise
-        if not line.startswith(_READY):
-            await self.stop()
-            raise PdserveError(f"{self.router_id} cannot start; it said why on standard error")
-        self.info = RouterInfo(**json.loads(line.removeprefix(_READY)))
         # Clients know it by these.
         self.config = replace(self.config, grpc_port=_port_in(self.info.address))
         if self.info.http_address:
@@ -157,10 +155,10 @@ class RouterProcess:
 
     async def stop(self) -> None:
         """End it, by force if it must be."""
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
-        process.close_input()
+        process.end()
         try:
             async with asyncio.timeout(_STOP_S):
                 await process.wait()
@@ -168,6 +166,21 @@ class RouterProcess:
             process.kill()
             await process.wait()
         process.close()
+        if self._process is process:
+            self._process = None
+
+
+def _ready(line: bytes) -> RouterInfo:
+    """What a router says when it listens; ValueError if this is something else, or nothing."""
+    if not line.startswith(_READY):
+        raise ValueError("no READY")
+    try:
+        info = RouterInfo(**json.loads(line.removeprefix(_READY)))
+        for address in filter(None, (info.address, info.http_address)):
+            _port_in(address)
+    except (TypeError, AttributeError) as error:
+        raise ValueError("READY with something else behind it") from error
+    return info
 
 
 def _port_in(address: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from pdcore.errors import InvalidRequest
@@ -158,6 +159,11 @@ def stats_to_proto(stats: KvTransferStats) -> kv_pb2.TransferStats:
     )
 
 
+def measured(value: float) -> float:
+    """A time that somebody else has measured; 0 if it is none, so that no mean ever becomes inf or nan by it."""
+    return value if 0.0 <= value < math.inf else 0.0
+
+
 def stats_from_proto(message: kv_pb2.TransferStats) -> KvTransferStats:
     return KvTransferStats(
         blocks=message.blocks,
@@ -165,7 +171,7 @@ def stats_from_proto(message: kv_pb2.TransferStats) -> KvTransferStats:
         wire_bytes=message.wire_bytes,
         codec=message.codec,
         transport=message.transport,
-        seconds=message.seconds,
+        seconds=measured(message.seconds),
         frames=message.frames,
         retries=message.retries,
         lossless=message.lossless,
@@ -217,6 +223,9 @@ def step_time_to_proto(model: StepTime) -> worker_pb2.StepTime:
 
 
 def step_time_from_proto(message: worker_pb2.StepTime) -> StepTime:
+    model = message.base_ms, message.token_ms, message.attended_ms, message.drift
+    if any(measured(value) != value for value in model):
+        return StepTime()
     return StepTime(
         base_ms=message.base_ms,
         token_ms=message.token_ms,

@@ -24,7 +24,7 @@ from pdcore.errors import (
 from pdcore.tracebacks import wordless
 from pdcore.types import FinishReason, PriorityClass
 from protos import kv_pb2, worker_pb2
-from protos.convert import logprobs_from_proto, spec_to_proto, stats_from_proto
+from protos.convert import logprobs_from_proto, measured, spec_to_proto, stats_from_proto
 from router import effects as effects_of
 from router.active import ActiveRequest, Counters, SampleGroup, log_event
 from router.admission import AdmissionQueue, QueueEntry
@@ -151,6 +151,7 @@ class Dispatcher:
             first_start=lambda: budget.started(clock.now()),
             perform=self.perform,
             abandon=self._abandon,
+            bug=self._bug,
         )
         self._replays = Replays(
             self._queue,
@@ -439,15 +440,16 @@ class Dispatcher:
         with self._guard(active):
             if notice.HasField("prefill_done"):
                 done = notice.prefill_done
+                queued_s, compute_s = measured(done.queued_s), measured(done.compute_s)
                 for part in _parts(active, notice.attempt):
                     told = part.tracker.prefill_done(
-                        worker_id, part.tracker.attempt, done.queued_s, done.compute_s, done.cached_tokens
+                        worker_id, part.tracker.attempt, queued_s, compute_s, done.cached_tokens
                     )
                     self.perform(part, told)
                 role = self.pool.role_of(worker_id)
                 if role is not None:
                     tokens = len(active.tracker.prompt) - done.cached_tokens
-                    self._rates.prefilled(role, tokens, done.compute_s)
+                    self._rates.prefilled(role, tokens, compute_s)
             elif notice.HasField("prompt_logprobs"):
                 logprobs = logprobs_from_proto(notice.prompt_logprobs)
                 for part in [part for part in _parts(active, notice.attempt) if part.tracker.sample == 0][:1]:

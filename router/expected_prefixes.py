@@ -59,27 +59,29 @@ class ExpectedPrefixes:
             return
         last_name = hashes[-1]
         tree, until, end = self._tree, now + self._lifetime_s, None  # the same prompt has the same end
-        for worker in workers:
-            key = (worker, last_name)
-            sent = self._prompts.get(key)
-            if sent is not None:  # once more
-                end = sent.end
+        try:
+            for worker in workers:
+                key = (worker, last_name)
+                sent = self._prompts.get(key)
+                if sent is not None:  # once more
+                    end = sent.end
+                    self._prompts[key] = _Prompt(until, end)
+                    self._prompts.move_to_end(key)
+                    continue
+                if end is None:
+                    end = tree.enter(worker, hashes, joined)
+                else:
+                    tree.join(worker, end)
+                self.changes += 1
                 self._prompts[key] = _Prompt(until, end)
-                self._prompts.move_to_end(key)
-                continue
-            if end is None:
-                end = tree.enter(worker, hashes, joined)
-            else:
-                tree.join(worker, end)
-            self.changes += 1
-            self._prompts[key] = _Prompt(until, end)
-            last_names = self._last_names.get(worker)
-            if last_names is None:
-                self._last_names[worker] = {last_name}
-            else:
-                last_names.add(last_name)
-        while len(self) > self._limit:
-            self.end(*next(iter(self._prompts)))
+                last_names = self._last_names.get(worker)
+                if last_names is None:
+                    self._last_names[worker] = {last_name}
+                else:
+                    last_names.add(last_name)
+        finally:  # also where memory is wanting for the next one
+            while len(self) > self._limit:
+                self.end(*next(iter(self._prompts)))
 
     def last_names(self, worker: int) -> Set[bytes]:
         """Last names of the worker's prompts; whoever sees one of them in an event calls `end`."""

@@ -36,7 +36,8 @@ class QueuePump:
         no_route_grace_s: seconds that requests wait while no worker could ever take them.
         seed: 32 bits of the router; routers that see the same workers draw differently by it.
         first_start: called for every request that starts and did not before.
-        perform: carries out what a request's tracker decided. abandon: ends a request with an error.
+        perform: carries out what a request's tracker decided. abandon: ends a request with an error. bug: the same,
+            with one that is ours.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class QueuePump:
         first_start: Callable[[], None],
         perform: Callable[[ActiveRequest, Sequence[Effect]], None],
         abandon: Callable[[ActiveRequest, RequestError], None],
+        bug: Callable[[ActiveRequest, Exception], None],
     ) -> None:
         self._queue = queue
         self._pool = pool
@@ -75,6 +77,7 @@ class QueuePump:
         self._draw = seed << 32  # in the upper half, so that no router follows another a few draws behind
         self._perform = perform
         self._abandon = abandon
+        self._bug = bug
         self._stopped = False
         self._soon_timer: asyncio.TimerHandle | None = None
         self._wake_timer: asyncio.TimerHandle | None = None
@@ -91,23 +94,36 @@ class QueuePump:
             self._soon_timer.cancel()
             self._soon_timer = None
         now = self._clock.now()
+        broken: dict[ActiveRequest, Exception] = {}
+
+        def route_for(entry: QueueEntry) -> Route | None:
+            active = self._active[entry.request_id]
+            try:
+                held_back = self._admission.held_back(active)
+                return None if held_back.waits else self._route(active, now, held_back.closed)
+            except Exception as error:  # noqa: BLE001  # one request's bug must not keep others waiting
+                broken[active] = error
+                return None
+
         while self._queue:
             if self._pool.fleet().empty:
                 break
-
-            def route_for(entry: QueueEntry) -> Route | None:
-                active = self._active[entry.request_id]
-                held_back = self._admission.held_back(active)
-                return None if held_back.waits else self._route(active, now, held_back.closed)
-
             started = self._queue.start_next(now, route_for)
             if started is None:
                 break
             if not started.entry.again:
                 self._first_start()
-            self.start(self._active[started.entry.request_id], started.route, now)
-        for active, error in self._admission.overdue():
-            self._abandon(active, error)
+            active = self._active[started.entry.request_id]
+            try:
+                self.start(active, started.route, now)
+            except Exception as error:  # noqa: BLE001  # what it has on workers and in books is to be given back
+                broken[active] = error
+        for active, bug in broken.items():
+            self._bug(active, bug)
+        if broken:
+            self.run_soon()
+        for active, shed in self._admission.overdue():
+            self._abandon(active, shed)
         self._give_up_stranded(now)
         self._arm_wake(now)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,7 +144,7 @@ async def _serve(settings: ClusterConfig) -> int:
         count = len(controller.members().members)
         tls = settings.tls.public.to_config() is not None
         where = where_to_call(controller.addresses, controller.http_addresses, tls=tls)
-        typer.echo(f"READY {where} model={controller.served_name} workers={count}")
+        _say(f"READY {where} model={controller.served_name} workers={count}")
         await asked.wait(1)
         drained: list[bool] = []
 
@@ -168,4 +170,8 @@ def where_to_call(grpc_addresses: Sequence[str], http_addresses: Sequence[str], 
 
 
 def _say(line: str) -> None:
-    typer.echo(line)
+    try:
+        typer.echo(line)
+    except BrokenPipeError:  # whoever read it has gone, as in `serve | head`; the cluster goes on
+        with open(os.devnull, "w") as nobody:
+            os.dup2(nobody.fileno(), sys.stdout.fileno())

@@ -88,7 +88,7 @@ class NativeCandidates:
         self._answers = workspace.answers
         self._ahead = ahead
         self._first: Best | None = _NOBODY_YET  # from whom the decode worker was looked for ahead, once asked for
-        self._kept = exclude, avoid, links  # for the structure holds their addresses only
+        self._kept = workspace, exclude, avoid, links  # for the structure holds their addresses only
         self._choice = _CHOICE.pack(
             workspace.fleet,
             0 if cached is None else workspace.cached_at,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import grpc
 import pytest
 
 from cluster import routers as cluster_routers
+from cluster.child_process import ChildProcess
+from cluster.reports import unfailing
 from cluster.routers import RouterInfo, RouterProcesses
 from pdcore.config import RouterConfig
 from pdcore.errors import PdserveError, Unavailable
@@ -306,6 +309,60 @@ async def test_a_router_that_hangs_is_killed_and_one_that_cannot_start_is_tried_
     assert died == [("r0", "i4")]
     words = ("is ready", "silent", "has died (exit status -9)", *["not back, next try"] * 3, "is back")
     assert [word in line for word, line in zip(words, lines, strict=True)] == [True] * len(words), lines
+
+
+async def test_a_router_is_started_again_though_nobody_reads_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_FIRST_BACKOFF_S": 0.01, "_LOOK_S": 0.01, "_HUNG_AFTER": 0.0}.items():
+        monkeypatch.setattr(cluster_routers, name, value)
+    monkeypatch.setattr(
+        cluster_routers, "RouterProcess", lambda config: ScriptedProcess(config, [OSError("not yet"), None])
+    )
+    died: list[tuple[str, str]] = []
+
+    def gone(_: str) -> None:
+        raise BrokenPipeError
+
+    report = unfailing(gone)
+    config = RouterConfig("r0", "m", "m", "c")
+    routers = RouterProcesses([config], report, listed=lambda _: bool(died), died=lambda *who: died.append(who))
+    await routers.start()
+    before = routers._routers[0].info
+    await until(lambda: routers._routers[0].info is not before, "it is back")
+    assert not any(keeper.done() for keeper in routers._keepers)
+    await routers.stop()
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "",
+        "print('READY {')",
+        "print('READY 1')",
+        "print('READY {}')",
+        "print('Hello')",
+        "import time; time.sleep(60)",
+    ],
+)
+async def test_a_process_that_says_something_else_is_ended(says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[ChildProcess] = []
+
+    def other(_: Sequence[str]) -> ChildProcess:
+        linger = (
+            "import sys, time; sys.stdin.readline()\n"
+            + says
+            + "\nsys.stdout.flush(); sys.stdout.close()\ntime.sleep(600)"
+        )
+        children.append(ChildProcess([sys.executable, "-c", linger]))
+        return children[-1]
+
+    monkeypatch.setattr(cluster_routers, "ChildProcess", other)
+    monkeypatch.setattr(cluster_routers, "_START_S", 2.0)
+    router = cluster_routers.RouterProcess(RouterConfig("r0", "m", "m", "c"))
+    for _ in range(2):
+        with pytest.raises(PdserveError, match=r"r0 (cannot start|is not ready)"):
+            await router.start()
+    assert [child.returncode for child in children] == [-signal.SIGKILL] * 2
+    await router.stop()
 
 
 async def test_a_process_that_cannot_start_is_an_error(model: Path) -> None:

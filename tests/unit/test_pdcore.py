@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -38,7 +39,7 @@ from pdcore.types import (
     SamplingParams,
     WorkerLoad,
 )
-from protos import convert, worker_pb2
+from protos import convert, kv_pb2, worker_pb2
 
 SCHEDULER = SchedulerConfig(64, 8, 32, queue=QueueConfig("fair", tenant_weights=(TenantWeight("a", 2.0),)))
 CONFIG = WorkerConfig(
@@ -177,6 +178,17 @@ def test_everything_on_the_wire_round_trips() -> None:
         stalled_blocks=22,
     )
     assert convert.load_from_proto(convert.load_to_proto(load)) == load
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, -1.0])
+def test_times_that_are_none_are_not_believed(wrong: float) -> None:
+    """One of them would stay in every mean that it comes into."""
+    assert convert.measured(wrong) == 0.0
+    assert convert.measured(1.5) == 1.5
+    assert convert.stats_from_proto(kv_pb2.TransferStats(seconds=wrong)).seconds == 0.0
+    for field in ("base_ms", "token_ms", "attended_ms", "drift"):
+        said = worker_pb2.StepTime(**{"base_ms": 1.0, "token_ms": 1.0, "steps": 9, "largest": 64, field: wrong})
+        assert convert.step_time_from_proto(said) == StepTime()
     params = SamplingParams(9, 0.5, 4, 0.75, 0.25, 2**63 + 1, (1, 2), 3)
     spec = RequestSpec(
         RequestKey("r", 2), (1, 2, 3), params, (4,), 8, "salt", "q8", True, "tenant", PriorityClass.BATCH
