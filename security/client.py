@@ -13,11 +13,17 @@ from security.credentials import client_credentials
 
 ChannelOptions = Sequence[tuple[str, Any]]
 
+# A router that restarts is to be found again at once; gRPC's own waits grow to two minutes. Its time-out of one
+# attempt to connect (grpc.min_reconnect_backoff_ms, 20 s) stays as it is: a handshake over a slow link needs some.
+_RECONNECT: ChannelOptions = (("grpc.initial_reconnect_backoff_ms", 250), ("grpc.max_reconnect_backoff_ms", 1000))
+
 
 def client_channels(
     address: str | Sequence[str], tls: ClientTls | None, options: ChannelOptions
 ) -> list[grpc.Channel]:
     """A channel to each router. See `router.client.Client` for the arguments.
+
+    One whose router has gone tries to connect again about once a second.
 
     Raises:
         ValueError: an address is none. ConfigError: a file of `tls` is not right.
@@ -48,6 +54,7 @@ def _channels(
     secure: Callable[..., Any],
 ) -> list[Any]:
     parts = split_addresses(address)
+    options = (*_RECONNECT, *options)
     encrypted = [secured(part, tls) for part in parts]
     credentials, names = client_credentials(tls or ClientTls()) if any(encrypted) else (None, ())
     return [

@@ -53,7 +53,9 @@ function connection() {
 
 const definition = loadSync('protos/generation.proto', { includeDirs: [options.root], keepCase: true, longs: Number });
 const { Generation } = grpc.loadPackageDefinition(definition).pdserve.v1;
-const client = new Generation(...connection());
+// A restarted router is found again within about a second: what matters to programs that stay.
+const reconnect = { 'grpc.initial_reconnect_backoff_ms': 250, 'grpc.max_reconnect_backoff_ms': 1000 };
+const client = new Generation(...connection(), reconnect);
 
 const metadata = new grpc.Metadata();
 if (env.PDSERVE_API_KEY) metadata.set('authorization', `Bearer ${env.PDSERVE_API_KEY}`);
