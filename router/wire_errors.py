@@ -32,6 +32,7 @@ from pdcore.errors import (
     UnknownMethod,
     UnknownModel,
 )
+from router.connection_words import connection_words, deadline_words
 
 DOMAIN = "pdserve"
 REQUEST_ID_METADATA = "x-request-id"
@@ -53,6 +54,8 @@ CODES: tuple[tuple[type[RequestError], int], ...] = (
 
 MESSAGE_TOO_LARGE = "MESSAGE_TOO_LARGE"
 """The reason, for clients, of what gRPC itself refuses before the router sees it."""
+NO_CONNECTION = "NO_CONNECTION"
+"""The reason, for clients, of a connection that broke or never came about: no router has said anything."""
 
 _DETAILS = "grpc-status-details-bin"
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -158,13 +161,19 @@ def _failure_of(code: grpc.StatusCode, message: str, details: _Details) -> Reque
             too_large = InvalidRequest("request", message)
             too_large.reason = MESSAGE_TOO_LARGE
             return too_large
+        case grpc.StatusCode.UNAVAILABLE if not details.info.reason and (words := connection_words(message)):
+            lost = Unavailable(words, None)
+            lost.reason = NO_CONNECTION
+            return lost
         case grpc.StatusCode.UNAVAILABLE:
             return _UNAVAILABLE.get(details.info.reason, Unavailable)(message, None)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(message)
+            return DeadlineExceeded(deadline_words(message))
         case grpc.StatusCode.CANCELLED if message == code.name and not details.info.reason:
             # Reset without a word, as a server that goes away does to calls that are on their way to it.
-            return Unavailable("the router went away", None)
+            gone = Unavailable("the router went away", None)
+            gone.reason = NO_CONNECTION
+            return gone
         case grpc.StatusCode.CANCELLED:
             return RequestCancelled(message)
         case grpc.StatusCode.UNIMPLEMENTED:

@@ -50,7 +50,7 @@ _ADVICE = {
     grpc.StatusCode.INTERNAL: "the cluster's log has the details under the request id",
     grpc.StatusCode.UNIMPLEMENTED: "something else than pdserve listens there; check --address",
 }
-
+_NO_CONNECTION_ADVICE = "try again; `pdserve status` shows whether it is there"
 
 _TLS_FLAGS = {"tls.ca_file": "--tls-ca", "tls.cert_file": "--tls-cert", "tls.key_file": "--tls-key"}
 _TLS_ADVICE = {
@@ -173,17 +173,22 @@ def _nobody_answers(address: str, names: Sequence[str], tls: ClientTls | None) -
 
 def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typer.Exit:
     """The end of a command whose call failed: what the cluster said, of which request, and what to do about it."""
-    from pdcore.errors import InvalidRequest, Overloaded
-    from router.wire_errors import error_of  # what errors mean is not needed to answer --help
+    from pdcore.errors import DeadlineExceeded, InvalidRequest, Overloaded
+    from router.wire_errors import NO_CONNECTION, error_of  # what errors mean is not needed to answer --help
 
     meant, status = error_of(error), error.code()
     code = status
+    words = error.details() or "no details"
     if isinstance(meant, InvalidRequest):
         code = grpc.StatusCode.INVALID_ARGUMENT  # also what gRPC itself found to be too large
     advice = _ADVICE.get(code)
+    if isinstance(meant, DeadlineExceeded):
+        words = str(meant)
+    if meant.reason == NO_CONNECTION:
+        code, words, advice = grpc.StatusCode.UNAVAILABLE, str(meant), _NO_CONNECTION_ADVICE
     if isinstance(meant, Overloaded):
         advice = f"try again in {max(1, math.ceil(meant.retry_after_s))} s"
     name = meant.request_id or request_id
     where = f"{status.name.lower().replace('_', ' ')}, from {address}" + (f", request {name}" if name else "")
-    message = f"{error.details() or 'no details'} ({where})"
+    message = f"{words} ({where})"
     return fail(f"{message}; {advice}" if advice else message, _EXIT_CODES.get(code, EXIT_FAILED))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -23,6 +26,7 @@ from protos import (
     routers_pb2,
     worker_pb2,
 )
+from tests.support.processes import REPOSITORY
 from tests.support.scripted_cluster import END, Run, ScriptedCluster, scripted_cluster
 
 Event = generation_pb2.GenerateEvent
@@ -455,6 +459,44 @@ def test_nobody_there(command: tuple[str, ...]) -> None:
     assert run.code == 1
     assert f"no pdserve cluster answers at {address}" in run.err
     assert "pdserve serve" in run.err
+
+
+def test_a_call_whose_time_is_up(cluster: ScriptedCluster) -> None:
+    cluster.endless = "Why?"
+    for events in (cluster.events[:1], []):
+        cluster.events = events
+        run = Run("generate", "Why?", "--address", cluster.address, "--timeout", "0.2")
+        assert run.code == 1
+        assert run.err.startswith("error: the time was up before the answer was complete (deadline exceeded, from ")
+        assert "give more --timeout" in run.err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_router_that_is_killed_in_the_middle(command: str, tmp_path: Path) -> None:
+    """A whole one in a process of its own: what is cut off is the connection."""
+    code = (
+        "import time, grpc; from tests.support.scripted_cluster import *\n"
+        "cluster = ScriptedCluster(); cluster.endless = 'Why?'; server = grpc.server(futures.ThreadPoolExecutor(4))\n"
+        "generation_pb2_grpc.add_GenerationServicer_to_server(cluster, server)\n"
+        "print(server.add_insecure_port('127.0.0.1:0'), flush=True); server.start(); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as router:
+        assert router.stdout is not None
+        address = f"127.0.0.1:{router.stdout.readline().strip()}"
+        timer = threading.Timer(1.0, router.kill)
+        timer.start()
+        try:
+            if command == "chat":
+                run = Run("chat", "--address", address, stdin="Why?\n")
+            else:
+                run = Run("generate", "Why?", "--address", address)
+        finally:
+            timer.join()
+            router.kill()
+    assert run.code == 75
+    assert "error: the router closed the connection, or has ended (unavailable, from " in run.err
+    assert "Because so." in run.out
+    assert "Socket closed" not in run.err
 
 
 def test_something_else_there(cluster: ScriptedCluster) -> None:

@@ -74,7 +74,7 @@ CASES = [
     ],
     *[
         (f"router.{name}", (*others("router"), *WIRE, *SERVING, *HEAVY))
-        for name in ("policy", "admission", "tracker", "client_retry", "chat_history")
+        for name in ("policy", "admission", "tracker", "client_retry", "chat_history", "connection_words")
     ],
     ("cluster.claims", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("engine.engine", (*others("engine"), *WIRE, *SERVING)),

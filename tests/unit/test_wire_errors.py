@@ -126,12 +126,40 @@ def test_what_others_say_is_understood_too() -> None:
     assert refused.retry_after_s is None
     for words in ("Locally cancelled by application!", "Stream removed (Channel closed!)"):
         assert type(error_of(Failed(grpc.StatusCode.CANCELLED, words))) is RequestCancelled
-    assert type(error_of(Failed(grpc.StatusCode.CANCELLED, "CANCELLED"))) is Unavailable
+    reset = error_of(Failed(grpc.StatusCode.CANCELLED, "CANCELLED"))
+    assert (type(reset), reset.reason) == (Unavailable, "NO_CONNECTION")
     garbled = error_of(Failed(grpc.StatusCode.INTERNAL, "?", (("grpc-status-details-bin", b"\xff\xff"),)))
     assert type(garbled) is InternalError
     # A deadline passes at the client, which knows the id from the beginning of the stream.
     late = error_of(Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "", (), (("x-request-id", "r-2"),)))
     assert (type(late), late.request_id) == (DeadlineExceeded, "r-2")
+
+
+def test_a_connection_that_breaks_is_told_in_plain_words() -> None:
+    for text, words in (
+        ("Stream removed (Socket closed)", "the router closed the connection"),
+        ("Socket closed", "the router closed the connection"),
+        ("recvmsg:Connection reset by peer", "the router closed the connection"),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:1: Failed to connect to remote "
+            "host: Connection refused",
+            "no connection with [::1]:1: nothing listens there",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:10.0.0.1:7: Failed to connect to "
+            "remote host: No route to host",
+            "no connection with 10.0.0.1:7: No route to host",
+        ),
+    ):
+        lost = error_of(Failed(grpc.StatusCode.UNAVAILABLE, text))
+        assert (type(lost), lost.reason) == (Unavailable, "NO_CONNECTION")
+        assert str(lost).startswith(words)
+    for text in ("Deadline Exceeded", "Stream removed (Deadline Exceeded)"):
+        assert str(error_of(Failed(grpc.StatusCode.DEADLINE_EXCEEDED, text))).startswith("the time was up")
+    # What a router says stays as it is, whatever it is like.
+    told = status_of(Unavailable("Socket closed"))
+    said = Failed(grpc.StatusCode.UNAVAILABLE, told.message, (("grpc-status-details-bin", told.SerializeToString()),))
+    assert (str(error_of(said)), error_of(said).reason) == ("Socket closed", "UNAVAILABLE")
 
 
 def test_names_that_no_message_can_hold_are_told_all_the_same() -> None:
