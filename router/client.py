@@ -129,8 +129,8 @@ class Client:
     """Synchronous client; thread-safe. `timeout_s` of a call is its deadline, which the cluster honours.
 
     Args:
-        address: ``host:port`` of a router; several separated by commas, or a sequence of them. With ``https://``
-            before it, calls are encrypted.
+        address: ``host:port`` of a router; several separated by commas, or a sequence of them. Without a port it is
+            50051. With ``https://`` before it, calls are encrypted. ValueError is raised for what is no address.
         api_key: says whose the requests are, where the cluster has keys. It travels as it is: without TLS use it on
             networks that you trust.
         tls: encrypts, with these authorities, and this certificate if there is one. None: plain text, unless the

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 import typer
 
-from pdcore.addresses import split_addresses
+from pdcore.addresses import DEFAULT_PORT, split_addresses
 from pdcore.api_key import key_metadata
 from pdcore.errors import ConfigError
 from pdcore.security import ClientTls
 from security.client import client_channels
 from security.probe import Mistake, tls_problem
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 CONNECT_S = 3.0
 MAX_MESSAGE_BYTES = 16 << 20
 API_KEY_VARIABLE = "PDSERVE_API_KEY"
@@ -149,7 +149,7 @@ def connect_all(
         for future in futures.values():
             future.add_done_callback(lambda _: one_is_up.set())
         if not one_is_up.wait(CONNECT_S):
-            raise _nobody_answers(address, names, tls)
+            raise _nobody_answers(names, tls)
         routers = sorted(channels.items(), key=lambda item: not futures[item[0]].done())
         if api_key:
             routers = [(name, grpc.intercept_channel(channel, _WithKey(api_key))) for name, channel in routers]
@@ -160,13 +160,13 @@ def connect_all(
             channel.close()
 
 
-def _nobody_answers(address: str, names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
+def _nobody_answers(names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
     for name in names:
         problem = tls_problem(name, tls)
         if problem is not None:
             return fail(f"no connection with {name}: {problem.words}; {_TLS_ADVICE[problem.mistake]}")
     return fail(
-        f"no pdserve cluster answers at {address} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
+        f"no pdserve cluster answers at {','.join(names)} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
         f"give what it printed behind grpc= (the URL behind http= is for OpenAI's clients) as --address"
     )
 

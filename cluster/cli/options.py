@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pdcore.addresses import DEFAULT_PORT
 from protos import generation_pb2
 
 
@@ -27,7 +28,8 @@ PRIORITIES = {
 }
 
 Address = Annotated[
-    str, typer.Option(help="HOST:PORT of a running cluster; of several routers, separated by commas.")
+    str,
+    typer.Option(help=f"HOST[:PORT] of a running cluster, port {DEFAULT_PORT} if unset; several routers by commas."),
 ]
 Model = Annotated[str, typer.Option(help="Refuse to run on another model than this.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]

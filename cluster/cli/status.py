@@ -37,7 +37,7 @@ _CIRCUITS = {
 
 def status(
     *,
-    address: Annotated[str, typer.Option(help="HOST:PORT of a running cluster.")] = DEFAULT_ADDRESS,
+    address: Annotated[str, typer.Option(help="HOST[:PORT] of a running cluster.")] = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     steps: Annotated[bool, typer.Option("--steps", help="What each worker's last steps did, and why.")] = False,
     last: Annotated[int, typer.Option(min=1, max=512, help="How many steps --steps shows.")] = 20,

@@ -461,6 +461,15 @@ def test_nobody_there(command: tuple[str, ...]) -> None:
     assert "pdserve serve" in run.err
 
 
+def test_an_address_without_a_port_and_one_with_too_much() -> None:
+    run = Run("generate", "Why?", "--address", "127.8.8.8")  # this machine, where nothing listens
+    assert run.code == 1
+    assert "no pdserve cluster answers at 127.8.8.8:50051 " in run.err
+    run = Run("generate", "Why?", "--address", "grpc=127.0.0.1:50051")
+    assert run.code == 2
+    assert "--address: must be HOST:PORT, without grpc= before it" in run.err
+
+
 def test_a_call_whose_time_is_up(cluster: ScriptedCluster) -> None:
     cluster.endless = "Why?"
     for events in (cluster.events[:1], []):

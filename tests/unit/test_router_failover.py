@@ -7,6 +7,7 @@ import pytest
 
 from pdcore.addresses import split_addresses
 from pdcore.errors import Draining, InvalidRequest, NoWorker, RequestError
+from router.client import Client
 from router.failover import REST_S, Deadline, Rotation
 from router.wire_errors import status_of
 
@@ -15,6 +16,42 @@ def test_addresses_are_split() -> None:
     assert split_addresses("a:1") == ["a:1"]
     assert split_addresses("a:1, b:2") == ["a:1", "b:2"]
     assert split_addresses(["a:1", "b:2"]) == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    ("address", "whole"),
+    [
+        ("localhost", "localhost:50051"),
+        ("127.0.0.1", "127.0.0.1:50051"),
+        ("[::1]", "[::1]:50051"),
+        ("::1", "[::1]:50051"),
+        ("[::1]:7", "[::1]:7"),
+        ("https://host", "https://host:50051"),
+        ("grpcs://[::1]/", "grpcs://[::1]:50051"),
+        ("https://host:443", "https://host:443"),
+        ("dns:host", "dns:host"),
+        ("dns:///host", "dns:///host"),
+        ("unix:/run/a=b", "unix:/run/a=b"),
+    ],
+)
+def test_an_address_without_a_port_has_the_usual_one(address: str, whole: str) -> None:
+    assert split_addresses(address) == [whole]
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("grpc=127.0.0.1:50051", "without grpc= before it"),
+        ("a:1,grpc=grpcs://b:1", "without grpc= before it"),
+        ("http=http://127.0.0.1:8000", "without http= before it"),
+        ("host:", "a number below 65536"),
+        ("host:x", "a number below 65536"),
+        ("host:65536", "a number below 65536"),
+    ],
+)
+def test_what_is_no_address_is_refused_at_once(address: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Client(address)
 
 
 @pytest.mark.parametrize("address", ["", "a:1,", ",a:1", [], ["a:1", ""]])
