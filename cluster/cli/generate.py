@@ -38,11 +38,17 @@ from protos import generation_pb2
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; read from standard input if it is left out or is -.")
+        str | None,
+        typer.Argument(
+            help="The prompt. If it is left out or is -, it is standard input, without one newline at its end."
+        ),
     ] = None,
     *,
     address: Address = DEFAULT_ADDRESS,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.", metavar="FILE")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(help="Read the prompt from this file, without one newline at its end.", metavar="FILE"),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message; use the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message before it; only with --chat.")] = None,
     token_ids: Annotated[
@@ -234,7 +240,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise fail("a prompt and --file exclude each other", EXIT_USAGE)
     if file is not None:
         try:
-            return file.read_text(encoding="utf-8")
+            return _without_last_newline(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not UTF-8"
             raise fail(f"--file: {file} cannot be read: {why}", EXIT_USAGE) from None
@@ -243,9 +249,14 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if sys.stdin.isatty():
         typer.echo("prompt (end with Ctrl-D):", err=True)
     try:
-        return sys.stdin.read()
+        return _without_last_newline(sys.stdin.read())
     except UnicodeDecodeError as error:
         raise fail(f"standard input is not text: {error}", EXIT_USAGE) from error
+
+
+def _without_last_newline(text: str) -> str:
+    """It ends the file, as editors and ``echo`` have it, and not the prompt: the model would go on differently."""
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def _set_input(

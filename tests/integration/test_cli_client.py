@@ -179,17 +179,32 @@ def test_generate_sends_zero_and_leaves_out_what_is_not_given(cluster: ScriptedC
     assert not sampling.HasField("top_p")
 
 
+# One newline at the end of a file is the file's, and not the prompt's.
+FILES = [("Text", "Text"), ("Text\n", "Text"), ("Text\r\n", "Text"), ("\nText\n\n", "\nText\n"), ("Text ", "Text ")]
+
+
 @pytest.mark.parametrize("argument", [(), ("-",)])
-def test_generate_reads_standard_input(cluster: ScriptedCluster, argument: tuple[str, ...]) -> None:
-    assert Run("generate", *argument, "--address", cluster.address, stdin="From a file\n").code == 0
-    assert cluster.requests[0].prompt == "From a file\n"
+@pytest.mark.parametrize(("text", "prompt"), FILES)
+def test_generate_reads_standard_input(
+    cluster: ScriptedCluster, argument: tuple[str, ...], text: str, prompt: str
+) -> None:
+    assert Run("generate", *argument, "--address", cluster.address, stdin=text).code == 0
+    assert cluster.requests[0].prompt == prompt
 
 
-def test_generate_reads_a_file(cluster: ScriptedCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "prompt"), FILES)
+def test_generate_reads_a_file(cluster: ScriptedCluster, tmp_path: Path, text: str, prompt: str) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(text.encode())
+    assert Run("generate", "--file", str(file), "--address", cluster.address).code == 0
+    assert cluster.requests[0].prompt == prompt
+    assert Run("generate", "Text\n", "--address", cluster.address).code == 0
+    assert cluster.requests[1].prompt == "Text\n", "an argument is taken as it is"
+
+
+def test_generate_refuses_files_that_are_no_prompt(cluster: ScriptedCluster, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("From a file\n")
-    assert Run("generate", "--file", str(file), "--address", cluster.address).code == 0
-    assert cluster.requests[0].prompt == "From a file\n"
     for arguments, words in (
         (("--file", "/nowhere/p"), "--file: /nowhere/p cannot be read: No such file"),
         (("Why?", "--file", str(file)), "a prompt and --file exclude each other"),
@@ -199,7 +214,7 @@ def test_generate_reads_a_file(cluster: ScriptedCluster, tmp_path: Path) -> None
         assert words in run.err
     file.write_bytes(b"\xff")
     assert "it is not UTF-8" in Run("generate", "--file", str(file), "--address", cluster.address).err
-    assert len(cluster.requests) == 1
+    assert not cluster.requests
 
 
 def test_generate_stats_go_to_standard_error(cluster: ScriptedCluster) -> None:
