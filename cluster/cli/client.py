@@ -53,10 +53,10 @@ _ADVICE = {
 _NO_CONNECTION_ADVICE = "try again; `pdserve status` shows whether it is there"
 
 _TLS_FLAGS = {"tls.ca_file": "--tls-ca", "tls.cert_file": "--tls-cert", "tls.key_file": "--tls-key"}
+TLS_VARIABLES = {"--tls-ca": "PDSERVE_TLS_CA", "--tls-cert": "PDSERVE_TLS_CERT", "--tls-key": "PDSERVE_TLS_KEY"}
 _TLS_ADVICE = {
     Mistake.PLAIN_TEXT: "give the file of its authority by --tls-ca FILE, or an https:// address if that is a "
     "usual one",
-    Mistake.TLS: "leave --tls-ca and its like out, and https:// of the address",
     Mistake.AUTHORITY: "give the file of the authority that it is from by --tls-ca FILE",
     Mistake.NAME: "call it by a name that the certificate has, or say that name by --tls-name NAME",
     Mistake.CERTIFICATE: "give one that it knows by --tls-cert FILE and --tls-key FILE",
@@ -113,7 +113,25 @@ class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
 def wrong_file(error: ConfigError) -> typer.Exit:
     """The end of a command whose certificates are not right."""
     flag = _TLS_FLAGS.get(error.key, error.key)
-    return fail(str(ConfigError(flag, error.value, error.allowed)), EXIT_USAGE)
+    return fail(str(ConfigError(_source(flag, str(error.value)), error.value, error.allowed)), EXIT_USAGE)
+
+
+def _source(flag: str, value: str) -> str:
+    """The flag that a value is from, or the variable of the environment that stands for it."""
+    variable = TLS_VARIABLES.get(flag, "")
+    return f"${variable}" if value and os.environ.get(variable) == value else flag
+
+
+def _advice(mistake: Mistake, address: str, tls: ClientTls | None) -> str:
+    """What to do about a mistake with TLS."""
+    if mistake is not Mistake.TLS:
+        return _TLS_ADVICE[mistake]
+    tls = tls or ClientTls()
+    files = {"--tls-ca": tls.ca_file, "--tls-cert": tls.cert_file, "--tls-key": tls.key_file}
+    given = [_source(flag, value) for flag, value in files.items() if value]
+    given += ["--tls-name"] if tls.server_name else []
+    given += [f"{address.partition('://')[0]}:// in the address"] if "://" in address else []
+    return f"call it in plain text, without {' and '.join(given)}"
 
 
 @contextmanager
@@ -164,7 +182,7 @@ def _nobody_answers(names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
     for name in names:
         problem = tls_problem(name, tls)
         if problem is not None:
-            return fail(f"no connection with {name}: {problem.words}; {_TLS_ADVICE[problem.mistake]}")
+            return fail(f"no connection with {name}: {problem.words}; {_advice(problem.mistake, name, tls)}")
     return fail(
         f"no pdserve cluster answers at {','.join(names)} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
         f"give what it printed behind grpc= (the URL behind http= is for OpenAI's clients) as --address"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.client import wrong_file
+from cluster.cli.client import TLS_VARIABLES, wrong_file
 from pdcore.errors import ConfigError
 from pdcore.security import ClientTls
 
@@ -18,7 +18,7 @@ TlsCa = Annotated[
         help="PEM file of the authorities that the cluster's certificate is from; encrypts the calls, as does an "
         "--address with https://, for which the public authorities do.",
         metavar="FILE",
-        envvar="PDSERVE_TLS_CA",
+        envvar=TLS_VARIABLES["--tls-ca"],
     ),
 ]
 TlsCert = Annotated[
@@ -27,12 +27,12 @@ TlsCert = Annotated[
         "--tls-cert",
         help="PEM file of this client's certificate, where the cluster wants one.",
         metavar="FILE",
-        envvar="PDSERVE_TLS_CERT",
+        envvar=TLS_VARIABLES["--tls-cert"],
     ),
 ]
 TlsKey = Annotated[
     Path | None,
-    typer.Option("--tls-key", help="PEM file of its private key.", metavar="FILE", envvar="PDSERVE_TLS_KEY"),
+    typer.Option("--tls-key", help="PEM file of its private key.", metavar="FILE", envvar=TLS_VARIABLES["--tls-key"]),
 ]
 TlsName = Annotated[
     str,

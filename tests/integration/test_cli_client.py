@@ -26,6 +26,7 @@ from protos import (
     routers_pb2,
     worker_pb2,
 )
+from tests.support.certificates import Authority
 from tests.support.processes import REPOSITORY
 from tests.support.scripted_cluster import END, Run, ScriptedCluster, scripted_cluster
 
@@ -483,6 +484,30 @@ def test_an_address_without_a_port_and_one_with_too_much() -> None:
     run = Run("generate", "Why?", "--address", "grpc=127.0.0.1:50051")
     assert run.code == 2
     assert "--address: must be HOST:PORT, without grpc= before it" in run.err
+
+
+def test_files_are_named_by_where_they_are_from(
+    cluster: ScriptedCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.cli.client.CONNECT_S", 0.3)
+    command = ("generate", "Why?", "--address")
+    for address in (cluster.address, f"grpcs://{cluster.address}"):
+        monkeypatch.setenv("PDSERVE_TLS_CA", "/none.pem")
+        run = Run(*command, address)
+        assert run.code == 2
+        assert run.err.startswith("error: $PDSERVE_TLS_CA: '/none.pem' is not allowed"), run.err
+        run = Run(*command, address, "--tls-ca", "/other.pem")
+        assert run.err.startswith("error: --tls-ca: '/other.pem' is not allowed"), run.err
+        # The right files, for somebody who has no TLS.
+        mine = Authority(tmp_path).client().ca_file
+        scheme = " and grpcs:// in the address" if "://" in address else ""
+        monkeypatch.setenv("PDSERVE_TLS_CA", mine)
+        run = Run(*command, address)
+        assert run.code == 1
+        assert run.err.endswith(f"call it in plain text, without $PDSERVE_TLS_CA{scheme}\n"), run.err
+        monkeypatch.delenv("PDSERVE_TLS_CA")
+        run = Run(*command, address, "--tls-ca", mine)
+        assert run.err.endswith(f"call it in plain text, without --tls-ca{scheme}\n"), run.err
 
 
 def test_a_call_whose_time_is_up(cluster: ScriptedCluster) -> None:
