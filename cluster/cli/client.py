@@ -184,14 +184,15 @@ def _nobody_answers(names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
         if problem is not None:
             return fail(f"no connection with {name}: {problem.words}; {_advice(problem.mistake, name, tls)}")
     return fail(
-        f"no pdserve cluster answers at {','.join(names)} within {CONNECT_S:g} s; start one with `pdserve serve`, or "
-        f"give what it printed behind grpc= (the URL behind http= is for OpenAI's clients) as --address"
+        f"no pdserve cluster answers at {','.join(names)} within {CONNECT_S:g} s. If it is just starting, or ending "
+        f"to be started again, try again in a moment; otherwise start one with `pdserve serve`, or give what it "
+        f"printed behind grpc= (the URL behind http= is for OpenAI's clients) as --address"
     )
 
 
 def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typer.Exit:
     """The end of a command whose call failed: what the cluster said, of which request, and what to do about it."""
-    from pdcore.errors import DeadlineExceeded, InvalidRequest, Overloaded
+    from pdcore.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded
     from router.wire_errors import NO_CONNECTION, error_of  # what errors mean is not needed to answer --help
 
     meant, status = error_of(error), error.code()
@@ -204,6 +205,8 @@ def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typ
         words = str(meant)
     if meant.reason == NO_CONNECTION:
         code, words, advice = grpc.StatusCode.UNAVAILABLE, str(meant), _NO_CONNECTION_ADVICE
+    if isinstance(meant, Draining):
+        advice = "this router is ending: try again in a moment, or at another router of the cluster"
     if isinstance(meant, Overloaded):
         advice = f"try again in {max(1, math.ceil(meant.retry_after_s))} s"
     name = meant.request_id or request_id

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from cluster.cli.status import show
-from pdcore.errors import Overloaded, UnknownModel
+from pdcore.errors import Draining, Overloaded, UnknownModel
 from protos import (
     admin_pb2,
     generation_pb2,
@@ -475,6 +476,40 @@ def test_nobody_there(command: tuple[str, ...]) -> None:
     assert run.code == 1
     assert f"no pdserve cluster answers at {address}" in run.err
     assert "pdserve serve" in run.err
+
+
+def test_a_router_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.cli.client.CONNECT_S", 0.3)
+    cluster = ScriptedCluster()
+    cluster.events, cluster.error, cluster.endless = [], Draining("the router is draining"), "endless"
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    generation_pb2_grpc.add_GenerationServicer_to_server(cluster, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    with futures.ThreadPoolExecutor(1) as threads:
+        try:
+            # It refuses.
+            run = Run("generate", "Why?", "--address", address)
+            assert run.code == 75
+            assert "the router is draining (unavailable" in run.err
+            assert "this router is ending: try again in a moment" in run.err
+            # It listens no longer, and ends what it has begun.
+            with grpc.insecure_channel(address) as channel:
+                call = generation_pb2_grpc.GenerationStub(channel).Generate(
+                    generation_pb2.GenerateRequest(prompt="endless")
+                )
+                running = threads.submit(lambda: list(call))
+                while len(cluster.requests) < 2:
+                    time.sleep(0.01)
+                server.stop(20)
+                run = Run("generate", "Why?", "--address", address)
+                assert run.code == 1
+                assert "just starting, or ending to be started again" in run.err
+                assert not running.done()
+                call.cancel()
+                assert isinstance(running.exception(10), grpc.RpcError)
+        finally:
+            server.stop(0).wait(5)
 
 
 def test_an_address_without_a_port_and_one_with_too_much() -> None:
