@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import grpc
 
 from cluster.cli.client import EXIT_USAGE, fail, failed_call
+from cluster.cli.waiting import Waiting
 from cluster.timeline import Answer
 from protos import generation_pb2, generation_pb2_grpc
 
@@ -89,16 +90,19 @@ def _stream(
             sys.stdout.write("\n")
             sys.stdout.flush()
 
+    waiting = Waiting(echo)
     try:
-        for event in call:
-            begun = True
-            answer = answers[event.sample]
-            answer.add(event)
-            if echo and alone:
-                sys.stdout.write(event.text)
-            elif echo and answer.end is not None:
-                sys.stdout.write(f"--- {answer.name}\n{answer.text}\n")
-            sys.stdout.flush()
+        with waiting:
+            for event in call:
+                waiting.end()
+                begun = True
+                answer = answers[event.sample]
+                answer.add(event)
+                if echo and alone:
+                    sys.stdout.write(event.text)
+                elif echo and answer.end is not None:
+                    sys.stdout.write(f"--- {answer.name}\n{answer.text}\n")
+                sys.stdout.flush()
     except grpc.RpcError as error:
         if others and not begun and error.code() is grpc.StatusCode.UNAVAILABLE:
             raise _NextRouter from error

@@ -30,7 +30,7 @@ from cluster.cli.options import (
 )
 from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from cluster.timeline import Answer
-from protos import generation_pb2, generation_pb2_grpc
+from protos import generation_pb2, generation_pb2_grpc, worker_pb2
 
 if TYPE_CHECKING:
     from router.chat_history import ChatHistory
@@ -106,9 +106,9 @@ def chat(
     with connect_all(address, read_api_key(api_key_file), tls) as routers:
         served = _served(routers, request.model)
         if typed:
-            _say(f"{served} at {routers[0][0]}; /help for what else there is, Ctrl-D to end")
+            _say(f"{served.name} at {routers[0][0]}; /help for what else there is, Ctrl-D to end")
         history = ChatHistory(system)
-        conversation = _Conversation(routers, request, history, timeout=timeout, stats=stats, typed=typed)
+        conversation = _Conversation(routers, request, history, served, timeout=timeout, stats=stats, typed=typed)
         turns = Turns(read_typed if typed else read_piped)
         while True:
             try:
@@ -125,8 +125,8 @@ def chat(
                     raise
 
 
-def _served(routers: Routers, model: str) -> str:
-    """Name of the model; ends the command if it cannot chat, or another one was asked for."""
+def _served(routers: Routers, model: str) -> worker_pb2.ModelDescription:
+    """The model; ends the command if it cannot chat, or another one was asked for."""
     for number, (address, channel) in enumerate(routers, 1):
         try:
             request = generation_pb2.GetModelRequest(model=model)
@@ -141,7 +141,8 @@ def _served(routers: Routers, model: str) -> str:
                 f"`pdserve generate` goes on with a text",
                 EXIT_FAILED,
             )
-        return str(reply.model.name)
+        served: worker_pb2.ModelDescription = reply.model
+        return served
     raise AssertionError("there is at least one router")
 
 
@@ -155,6 +156,7 @@ class _Conversation:
 
     Args:
         request: with all that the requests of the turns have in common.
+        served: the model that answers.
         typed: by somebody, who sees what is said.
     """
 
@@ -163,6 +165,7 @@ class _Conversation:
         routers: Routers,
         request: generation_pb2.GenerateRequest,
         history: ChatHistory,
+        served: worker_pb2.ModelDescription,
         *,
         timeout: float,
         stats: bool,
@@ -174,6 +177,7 @@ class _Conversation:
         self._stats = stats
         self._typed = typed
         self._history = history
+        self._served = served
 
     def take(self, turn: str) -> bool:
         """Answer a turn, or do what it says. False if that is to end. Ends the command if it fails."""
@@ -205,9 +209,21 @@ class _Conversation:
         if answer.end is None:
             return
         if answer.end.finish_reason == generation_pb2.FINISH_REASON_LENGTH and self._typed:
-            _say("cut off there: --max-tokens, or no room is left for this conversation")
+            _say(f"cut off there: {self._limit(answer.end.usage)}")
         if self._stats:
             _say(stats_line(answer))
+
+    def _limit(self, usage: generation_pb2.Usage) -> str:
+        """Which limit an answer has come to."""
+        if self._request.sampling.HasField("max_tokens"):  # the router takes none for which there is no room
+            return "--max-tokens is reached"
+        if usage.prompt_tokens + usage.completion_tokens >= self._served.max_model_len:
+            return "no room is left for this conversation; /reset begins another one"
+        # As a rule its default; workers with little memory may have less room than the model.
+        return (
+            f"the cluster gives this answer {usage.completion_tokens} tokens at most, as no --max-tokens is given "
+            f"(see router.default_max_tokens)"
+        )
 
     def _command(self, turn: str) -> bool:
         name, _, argument = turn.strip().partition(" ")

@@ -171,7 +171,7 @@ def test_the_key_goes_with_every_call(cluster: ScriptedCluster, monkeypatch: pyt
 class Terminal:
     """The command at a terminal of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, kind: str = "dumb") -> None:
         self._ours, theirs = pty.openpty()
         self.seen = ""
         self._read = 0
@@ -179,7 +179,7 @@ class Terminal:
             # Tests may run in the background of a shell, where SIGINT is ignored, and children inherit that.
             ["env", "--default-signal=INT", sys.executable, "-m", "cluster", *arguments],
             stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY, start_new_session=True,
-            env={**os.environ, "TERM": "dumb"},
+            env={**os.environ, "TERM": kind},
         )  # fmt: skip
         os.close(theirs)
 
@@ -251,3 +251,59 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(cluster: ScriptedCluster, termi
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
+
+
+def length_end(prompt_tokens: int, completion_tokens: int) -> Event:
+    end = generation_pb2.End()
+    end.CopyFrom(END)
+    end.usage.prompt_tokens, end.usage.completion_tokens = prompt_tokens, completion_tokens
+    return Event(text="!", end=end)
+
+
+def test_which_limit_cut_an_answer_off_is_said(cluster: ScriptedCluster) -> None:
+    cluster.model.model.max_model_len = 40
+    cluster.answers |= {"short": [length_end(5, 30)], "full": [length_end(5, 35)]}
+    for flags, question, words in (
+        ((), "short", "the cluster gives this answer 30 tokens at most, as no --max-tokens is given"),
+        ((), "full", "cut off there: no room is left for this conversation"),
+        (("--max-tokens", "30"), "short", "cut off there: --max-tokens is reached"),
+    ):
+        shown = Terminal("chat", "--address", cluster.address, *flags)
+        try:
+            shown.wait_for("> ")
+            shown.type(f"{question}\n")
+            shown.wait_for(words)
+        finally:
+            shown.close()
+
+
+@pytest.mark.parametrize("terminal_kind", ["dumb", "xterm"])
+def test_a_terminal_is_told_that_the_first_token_has_not_come(cluster: ScriptedCluster, terminal_kind: str) -> None:
+    cluster.late_s = 3.0
+    command = ("generate", "one", "--address", cluster.address)
+    shown = Terminal(*command, kind=terminal_kind)
+    try:
+        shown.wait_for("waiting for the first token ...")
+        assert "one!" not in shown.seen
+        shown.wait_for("one!")
+        between = "\r\n" if terminal_kind == "dumb" else "\x1b[0m\r\x1b[K"
+        assert shown.seen.endswith((f"...{between}one!", f"...{between}one!\r\n")), shown.seen
+        assert shown.process.wait(20) == 0
+    finally:
+        shown.close()
+    # Who reads JSON is told nothing.
+    quiet = Terminal(*command, "--json")
+    try:
+        quiet.wait_for('"token_ids": []\r\n}')
+        assert "waiting" not in quiet.seen
+    finally:
+        quiet.close()
+
+
+def test_what_is_no_terminal_is_told_nothing_while_it_waits(
+    cluster: ScriptedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.cli.waiting.AFTER_S", 0.01)
+    cluster.late_s = 0.3
+    run = Run("generate", "one", "--address", cluster.address)
+    assert (run.code, run.out, run.err) == (0, "one!\n", "")

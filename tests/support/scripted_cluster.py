@@ -45,6 +45,7 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
 
     Attributes:
         answers: other events, by the prompt or the last message of a chat.
+        late_s: seconds until the first event of an answer.
         endless: what is asked like this gets its events and no end. left: set once its client has gone.
     """
 
@@ -60,6 +61,7 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
         self.answers: dict[str, list[generation_pb2.GenerateEvent]] = {}
         self.endless: str | None = None
         self.left = threading.Event()
+        self.late_s = 0.0
         self.error: tuple[grpc.StatusCode, str] | RequestError | None = None
         self.model = generation_pb2.GetModelReply(
             model=worker_pb2.ModelDescription(name="tiny"), has_chat_template=True
@@ -78,6 +80,7 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
         context.add_callback(gone.set)
         if last == self.endless:
             context.add_callback(self.left.set)
+        gone.wait(self.late_s)
         yield from self.answers.get(last, self.events)
         if last == self.endless:
             gone.wait(30)
