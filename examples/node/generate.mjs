@@ -9,6 +9,8 @@
 // Ctrl-C ends the request. A cluster with API keys takes one from PDSERVE_API_KEY.
 
 import { readFileSync } from 'node:fs';
+import { isIP } from 'node:net';
+import { checkServerIdentity } from 'node:tls';
 import { fileURLToPath } from 'node:url';
 import { parseArgs } from 'node:util';
 import grpc from '@grpc/grpc-js';
@@ -16,9 +18,28 @@ import { loadSync } from '@grpc/proto-loader';
 import { explain } from './errors.mjs';
 
 const env = process.env;
-const { values: options, positionals } = parseArgs({
+const USAGE = `Usage: node generate.mjs [PROMPT] [--chat] [--max-tokens N] [--temperature T] [--timeout SECONDS] [--enough CHARACTERS]
+           [--address HOST:PORT] [--tls-ca FILE] [--tls-cert FILE --tls-key FILE] [--root FOLDER]`;
+
+/** What the command line says; ends the program if it asks for help, or says what is not known. */
+function readArguments(config) {
+  let read;
+  try {
+    read = parseArgs(config);
+    if (read.positionals.length > 1) throw new Error('one prompt is allowed; put it in quotes');
+  } catch (error) {
+    console.error(`${error.message}\n${USAGE}`);
+    process.exit(2);
+  }
+  if (!read.values.help) return read;
+  console.log(USAGE);
+  process.exit(0);
+}
+
+const { values: options, positionals } = readArguments({
   allowPositionals: true,
   options: {
+    help: { type: 'boolean', short: 'h' },
     address: { type: 'string', default: '127.0.0.1:50051' },
     'tls-ca': { type: 'string', default: env.PDSERVE_TLS_CA }, // authorities of the cluster's certificate; encrypts
     'tls-cert': { type: 'string', default: env.PDSERVE_TLS_CERT }, // of this client, where the cluster wants one
@@ -34,17 +55,26 @@ const { values: options, positionals } = parseArgs({
 const prompt = positionals[0] ?? 'Once upon a time';
 
 /** Credentials of the channel: encrypted with the files, or by the usual authorities if the address says so. */
-function credentials(scheme) {
+function credentials(scheme, verify) {
   const files = ['tls-ca', 'tls-key', 'tls-cert'].map((name) => options[name] || null);
   if (files.every((path) => path === null) && !/^(https|grpcs)$/i.test(scheme)) return grpc.credentials.createInsecure();
-  return grpc.credentials.createSsl(...files.map((path) => path && readFileSync(path)));
+  return grpc.credentials.createSsl(...files.map((path) => path && readFileSync(path)), verify);
 }
 
-/** A channel's target and credentials; ends the program if there can be none. */
+/** A client's target, credentials and options; ends the program if there can be none. */
 function connection() {
-  const [, scheme, target] = /^(?:(\w+):\/\/)?(.*?)\/?$/.exec(options.address);
+  const [, scheme, host] = /^(?:(\w+):\/\/)?(.*?)\/?$/.exec(options.address);
+  const target = /(^[^:]*|\])$/.test(host) ? `${host}:50051` : host; // gRPC itself would take 443
+  // A restarted router is found again within about a second: what matters to programs that stay.
+  const channel = { 'grpc.initial_reconnect_backoff_ms': 250, 'grpc.max_reconnect_backoff_ms': 1000 };
+  const verify = {};
+  const name = target.replace(/:\d+$/, '').replace(/^\[|\]$/g, '');
+  if (isIP(name)) { // TLS has no way to ask for an address; it is still what the certificate must have
+    channel['grpc.ssl_target_name_override'] = 'pdserve';
+    verify.checkServerIdentity = (_, certificate) => checkServerIdentity(name, certificate);
+  }
   try {
-    return [target, credentials(scheme ?? '')];
+    return [target, credentials(scheme ?? '', verify), channel];
   } catch (error) {
     console.error(error.message);
     process.exit(2);
@@ -53,9 +83,7 @@ function connection() {
 
 const definition = loadSync('protos/generation.proto', { includeDirs: [options.root], keepCase: true, longs: Number });
 const { Generation } = grpc.loadPackageDefinition(definition).pdserve.v1;
-// A restarted router is found again within about a second: what matters to programs that stay.
-const reconnect = { 'grpc.initial_reconnect_backoff_ms': 250, 'grpc.max_reconnect_backoff_ms': 1000 };
-const client = new Generation(...connection(), reconnect);
+const client = new Generation(...connection());
 
 const metadata = new grpc.Metadata();
 if (env.PDSERVE_API_KEY) metadata.set('authorization', `Bearer ${env.PDSERVE_API_KEY}`);

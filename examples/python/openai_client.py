@@ -28,6 +28,15 @@ def trust(tls: ClientTls) -> ssl.SSLContext:
     return context
 
 
+def tls_advice(url: str) -> str:
+    """What may be wrong where no connection comes about."""
+    if url.startswith("https://"):
+        return (
+            "a cluster without TLS has an http:// URL; --tls-ca or PDSERVE_TLS_CA names the authority of one with it"
+        )
+    return "a cluster with TLS has an https:// URL, and --tls-ca or PDSERVE_TLS_CA names its authority"
+
+
 def main(url: str, who: Caller) -> None:
     http = DefaultHttpxClient(verify=trust(who.tls)) if who.tls else None
     # Without API keys in the cluster any will do. The package tries again by itself when there is no room.
@@ -67,9 +76,11 @@ if __name__ == "__main__":
     add_flags(parser)
     args = parser.parse_args()
     url = args.url.rstrip("/")
+    url = url if "://" in url else f"http://{url}"
     try:
-        main(url if "://" in url else f"http://{url}", caller(args))
+        main(url, caller(args))
     except APIConnectionError as error:
-        sys.exit(f"{error} ({error.__cause__}); is a cluster there? `pdserve serve` starts one, and prints http=URL")
+        told = f"{error} ({error.__cause__}); is a cluster there? `pdserve serve` starts one, and prints http=URL"
+        sys.exit(f"{told}\n{tls_advice(url)}")
     except APIStatusError as error:
         sys.exit(f"{error.message} (request {error.request_id})")

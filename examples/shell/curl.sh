@@ -11,14 +11,25 @@ url=${1:-http://127.0.0.1:8000}
 tls=()
 [ -z "${PDSERVE_TLS_CA:-}" ] || tls+=(--cacert "$PDSERVE_TLS_CA")
 [ -z "${PDSERVE_TLS_CERT:-}" ] || tls+=(--cert "$PDSERVE_TLS_CERT" --key "${PDSERVE_TLS_KEY:?has to be set beside it}")
+# What curl's own words for a connection without, or with too much, TLS mean here.
+advise() {
+  [ "$1" -ne 22 ] || exit 22  # the cluster has answered, by an error
+  case $url in
+    https://*) advice="does it speak TLS? http:// is for a cluster without; PDSERVE_TLS_CA names the authority of its certificate" ;;
+    *) advice="if it speaks TLS, the URL begins with https://, and PDSERVE_TLS_CA names the authority of its certificate" ;;
+  esac
+  echo "no answer from $url (curl ended with status $1): is a cluster there, and is this the URL behind http=?" >&2
+  echo "$advice" >&2
+  exit 1
+}
 call() {
   curl --silent --show-error --max-time 30 ${tls[@]+"${tls[@]}"} --header 'content-type: application/json' \
-    --config <(printf 'header = "authorization: Bearer %s"\n' "${PDSERVE_API_KEY:-none}") "$@"
+    --config <(printf 'header = "authorization: Bearer %s"\n' "${PDSERVE_API_KEY:-none}") "$@" || return
   echo
 }
 
 echo "--- models"
-call --fail "$url/v1/models"
+call --fail "$url/v1/models" || advise $?
 
 echo "--- a text"
 call --fail "$url/v1/completions" --data '{"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}'

@@ -9,6 +9,10 @@ set -euo pipefail
 
 address=${1:-127.0.0.1:50051}
 grpcurl=${GRPCURL:-grpcurl}
+if ! command -v "$grpcurl" >/dev/null; then
+  echo "there is no $grpcurl: get it from https://github.com/fullstorydev/grpcurl/releases, or say where it is by GRPCURL" >&2
+  exit 2
+fi
 headers=()
 if [ -n "${PDSERVE_API_KEY:-}" ]; then
   export PDSERVE_API_KEY  # which grpcurl puts in; so it is not among the arguments, which others on this machine can see

@@ -191,6 +191,35 @@ def test_curl(server: NullServer) -> None:
     assert re.search(r"(?mi)^x-request-id: \S+", out)
 
 
+def test_programs_of_http_name_tls_where_there_is_no_connection(
+    server: NullServer, closed_server: NullServer, let_in: dict[str, str]
+) -> None:
+    curl = EXAMPLES / "shell" / "curl.sh"
+    # In plain text where there is TLS, and the other way round.
+    plain = closed_server.url.replace("https://", "http://")
+    tight = server.url.replace("http://", "https://")
+    for err in (
+        python("openai_client.py", plain, code=1)[1],
+        run(curl, plain, code=1)[1],
+    ):
+        assert "https://" in err
+        assert "PDSERVE_TLS_CA" in err
+    for err in (
+        python("openai_client.py", tight, code=1, PDSERVE_TLS_CA=let_in["PDSERVE_TLS_CA"])[1],
+        run(curl, tight, code=1, PDSERVE_TLS_CA=let_in["PDSERVE_TLS_CA"])[1],
+    ):
+        assert "http://" in err
+        assert "without" in err
+    # Who is answered by an error has a connection.
+    _, err = run(curl, closed_server.url, code=22, **(let_in | {"PDSERVE_API_KEY": ""}))
+    assert "TLS" not in err
+
+
+def test_grpcurl_that_is_not_there(server: NullServer) -> None:
+    _, err = run(EXAMPLES / "shell" / "grpcurl.sh", server.address, code=2, GRPCURL="/nowhere/grpcurl")
+    assert "get it from https://github.com/fullstorydev/grpcurl/releases" in err
+
+
 # -- Node -----------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +240,23 @@ def test_node_streams(node: Path, server: NullServer) -> None:
     assert re.search(r"^request \S+\n\n40 tokens, the first after \d+\.\d{3} s\n$", err)
     out, _ = run(*node_command(node, server, "--chat", "Why?", "--max-tokens", "5"))
     assert out
+
+
+def test_node_says_how_it_is_called(node: Path, server: NullServer) -> None:
+    for flag in ("--help", "-h"):
+        out, err = run(*node_command(node, server, flag))
+        assert out.startswith("Usage: node generate.mjs [PROMPT]")
+        assert not err
+    for arguments, words in (
+        (("--max-token", "3"), "Unknown option '--max-token'"),
+        (("--timeout",), "'--timeout <value>' argument missing"),
+        (("Once", "upon"), "put it in quotes"),
+    ):
+        out, err = run(*node_command(node, server, *arguments), code=2)
+        assert not out
+        assert words in err
+        assert "\nUsage: node generate.mjs" in err
+        assert "    at " not in err, "no stack"
 
 
 def test_node_reads_the_details_of_errors(node: Path, server: NullServer) -> None:
@@ -355,7 +401,7 @@ def test_python_without_a_right_to_call(closed_server: NullServer, let_in: dict[
 
 
 def test_a_key_and_a_certificate_are_wanted_and_taken(
-    closed_server: NullServer, node: Path, let_in: dict[str, str]
+    closed_server: NullServer, node: Path, let_in: dict[str, str], tmp_path: Path
 ) -> None:
     no_key = let_in | {"PDSERVE_API_KEY": ""}
     no_certificate = let_in | {"PDSERVE_TLS_CERT": "", "PDSERVE_TLS_KEY": ""}
@@ -371,7 +417,12 @@ def test_a_key_and_a_certificate_are_wanted_and_taken(
     assert "set PDSERVE_API_KEY" in err
     _, err = run(*command, "--timeout", "3", ok=False, PDSERVE_API_KEY=KEY)
     assert "--tls-ca names the authority" in err
-    assert run(*command, **let_in)[0]
+    out, err = run(*command, **let_in)
+    assert out
+    assert "Warning" not in err, "an address is no name for TLS"
+    another = let_in | {"PDSERVE_TLS_CA": Authority(tmp_path).ca_file}
+    _, err = run(*command, "--timeout", "3", ok=False, **another)
+    assert "--tls-ca names the authority" in err
     _, err = run(*command, code=2, **(let_in | {"PDSERVE_TLS_CA": "/nowhere"}))
     assert err.startswith("ENOENT: no such file"), err
 
