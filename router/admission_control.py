@@ -21,7 +21,7 @@ from router.admission import MAX_RETRY_AFTER_S, MIN_RETRY_AFTER_S, AdmissionQueu
 from router.capacity import Capacity, capacity_of
 from router.gaps import HeldBack, closed_to_batch
 from router.limits import Charge, TenantBook
-from router.shedding import Ahead, Asked, Overdue, Pace, forecast, on_worker, verdict
+from router.shedding import ARRIVING, WAITING, Ahead, Asked, Overdue, Pace, forecast, on_worker, verdict
 from router.validation import GenerationRequest
 from router.worker_pool import WorkerPool
 
@@ -116,7 +116,7 @@ class AdmissionControl:
         overdue = self._too_late(asked, lambda: self._ahead_of(request, lacking), now)
         if overdue is not None:
             counters.shed_late += 1
-            raise _shed(overdue)
+            raise _shed(overdue, ARRIVING)
         admitted = self._queue.offer(
             request.request_id,
             priority,
@@ -161,7 +161,7 @@ class AdmissionControl:
             overdue = _judged(asked, left, capacity)
             if overdue is not None:
                 gone = Ahead(gone.tokens + entry.tokens, gone.requests + 1)
-                found.append((active, _shed(overdue)))
+                found.append((active, _shed(overdue, WAITING)))
                 self.counters[entry.priority].shed_waiting += 1
         return found
 
@@ -264,8 +264,9 @@ def _judged(asked: Asked, ahead: Ahead, capacity: Capacity) -> Overdue | None:
     return verdict(asked, forecast(asked, ahead, capacity))
 
 
-def _shed(overdue: Overdue) -> Overloaded:
-    what = "the deadline" if overdue.cause == "deadline" else "the class's objective"
+def _shed(overdue: Overdue, share: float) -> Overloaded:
+    """`share`: of its objective, that it had."""
+    what = "the deadline" if overdue.cause == "deadline" else f"{share:.0%} of the class's objective"
     problem = (
         f"the first token is expected after {overdue.expected_ms:.0f} ms, {what} allows {overdue.allowed_ms:.0f}"
     )

@@ -150,13 +150,13 @@ def make_app(face: Face) -> FastAPI:
     add(
         "GET", "/metrics", face.metrics, "For Prometheus; docs/metrics.md says what is there", answer=str, public=True
     )
-    app.add_exception_handler(HTTPException, _http_error(face))
+    app.add_exception_handler(HTTPException, _http_error(face, frozenset(getattr(r, "path", "") for r in app.routes)))
     app.openapi = _description(app)  # type: ignore[method-assign]
     return app
 
 
-def _http_error(face: Face) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Starlette's own errors, in OpenAI's form."""
+def _http_error(face: Face, paths: frozenset[str]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Starlette's own errors, in OpenAI's form. `paths`: all that there are."""
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -165,7 +165,10 @@ def _http_error(face: Face) -> Callable[[Request, Exception], Awaitable[Response
         if error.status_code == 405:
             problem = HttpProblem(405, "method_not_allowed", f"{path} takes no {method}", allow)
         else:
-            problem = HttpProblem(error.status_code, "not_found", f"there is no {path} here")
+            words = f"there is no {path} here"
+            if f"/v1{path}" in paths:
+                words += f", but /v1{path}: a client's base URL ends with /v1"
+            problem = HttpProblem(error.status_code, "not_found", words)
 
         async def handler(exchange: Exchange) -> None:
             raise problem

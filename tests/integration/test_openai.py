@@ -381,6 +381,9 @@ async def test_unknown_models_and_paths(cluster: Cluster) -> None:
     with pytest.raises(openai.NotFoundError) as path_error:
         await cluster.api.embeddings.create(model="null", input="x")
     assert path_error.value.code == "not_found"
+    lost = cluster.api.with_options(base_url=str(cluster.api.base_url).removesuffix("v1/"))
+    with pytest.raises(openai.NotFoundError, match=r"no /models here, but /v1/models: .* ends with /v1"):
+        await lost.models.list()
     with pytest.raises(openai.APIStatusError) as method_error:
         await cluster.api.get("/completions", cast_to=object)
     assert method_error.value.status_code == 405
