@@ -104,8 +104,19 @@ async def test_worker_comes_back_though_its_name_is_taken_for_a_while(monkeypatc
     assert worker.stops == 5  # after each failure, so that nothing of the last try is left, and at the end
 
 
+async def test_a_bug_in_a_start_is_no_reason_to_start_it_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ScriptedWorker(ready=[None, KeyError("a bug"), None], create=[None, None])
+    lines = await kept(worker, "is back", monkeypatch)
+    assert "'a bug'" in lines[-2]
+
+
 async def test_failed_keeper_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = ScriptedWorker(ready=[None, KeyError("a bug")], create=[None])
+    worker = ScriptedWorker(ready=[None], create=[None])
+
+    async def failing() -> str:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(worker, "watch", failing)
     lines = await kept(worker, "watched no longer", monkeypatch)
     assert "decode-0" in lines[-1]
     assert "a bug" in lines[-1]
