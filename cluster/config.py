@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, model_validator
 
+from cluster.config_objective import fill_in, forget_given
 from cluster.config_sections import (
     AggregatedSection,
     DecodeSection,
@@ -47,7 +48,6 @@ from pdcore.config import (
 from pdcore.costs import AUTO
 from pdcore.errors import ConfigError
 from pdcore.memory import available_memory
-from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 from pdcore.security import InternalSecurity
 from pdcore.types import Role
 
@@ -112,27 +112,14 @@ class ClusterConfig(Section):
         default=30.0, ge=0, allow_inf_nan=False, description="seconds that running requests get after SIGTERM"
     )
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _fill_in_objective(cls, data: Any) -> Any:
-        """Put the objective's defaults where nothing is given."""
-        objective = data.get("objective", "balanced") if isinstance(data, dict) else None
-        if not isinstance(objective, str) or objective not in SCHEDULER_DEFAULTS:
-            return data  # the fields' own checks say what is wrong
-        data = _tuples(data)
-        for name in ("prefill", "decode", "aggregated"):
-            pool = _as_mapping(data.get(name, {}))
-            if pool is None:
-                continue
-            scheduler = _as_mapping(pool.get("scheduler", {}))
-            if scheduler is not None:
-                known = _section(_section(cls, name), "scheduler").model_fields
-                defaults = {key: value for key, value in SCHEDULER_DEFAULTS[objective].items() if key in known}
-                data[name] = {**pool, "scheduler": {**defaults, **scheduler}}
-        router = _as_mapping(data.get("router", {}))
-        if router is not None:
-            data["router"] = {**ROUTER_DEFAULTS[objective], **router}
-        return data
+    def _fill_in_objective(cls, data: Any, make: ModelWrapValidatorHandler[ClusterConfig]) -> ClusterConfig:
+        """Put the objective's defaults where nothing is given; they do not count as given."""
+        data, filled = fill_in(cls, data)
+        config = make(data)
+        forget_given(config, filled)
+        return config
 
     def pool(self, role: Role) -> PoolSection:
         """The section of one pool."""
@@ -428,28 +415,6 @@ class ClusterConfig(Section):
             role = next(role for role in shares if shares[role])
             allowed = f"fractions that add up to less than 1 over all workers of the machine (now {total:g})"
             raise ConfigError(f"{role}.kv_memory", self.pool(role).kv_memory, allowed)
-
-
-def _section(parent: type[Section], key: str) -> type[Section]:
-    """The type of one of the sections in `parent`."""
-    kind = parent.model_fields[key].annotation
-    assert isinstance(kind, type), key
-    assert issubclass(kind, Section), key
-    return kind
-
-
-def _tuples(value: Any) -> Any:
-    """Lists as tuples, throughout: what was JSON is checked as Python's values from here on."""
-    if isinstance(value, dict):
-        return {key: _tuples(item) for key, item in value.items()}
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _as_mapping(value: Any) -> Mapping[str, Any] | None:
-    """What is given in a section, be it read or made in code; None if it is neither."""
-    if isinstance(value, Section):
-        return value.model_dump(exclude_unset=True)
-    return value if isinstance(value, dict) else None
 
 
 def _port_of(first: int, index: int | None) -> int:

@@ -12,9 +12,9 @@ import yaml
 from pydantic import ByteSize, ValidationError
 
 from cluster.config import ClusterConfig
+from cluster.config_objective import default_of
 from cluster.config_sections import Section
 from pdcore.errors import ConfigError, UnknownKey
-from pdcore.objective import ROUTER_DEFAULTS, SCHEDULER_DEFAULTS
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object] | None = None) -> ClusterConfig:
@@ -66,7 +66,9 @@ def _validated(tree: dict[str, object], path: Path | None) -> ClusterConfig:
 def to_yaml(config: ClusterConfig, *, explain: bool = False) -> str:
     """The configuration with every default filled in, as YAML that `load_config` reads back to the same.
 
-    With `explain`, each key is preceded by a comment that says what it does.
+    With `explain`, each key is preceded by a comment that says what it does, and values that come of the objective
+    are comments themselves: so `objective` can be changed in the file, and a value that loses its ``#`` wins over it.
+    Without, they are written as if they had been given.
     """
     lines: list[str] = []
     _write_section(config, lines, "", explain, config.objective)
@@ -78,22 +80,24 @@ def _write_section(section: Section, lines: list[str], indent: str, explain: boo
         value = getattr(section, key)
         if key == "kv_memory" and getattr(section, "num_blocks", None) is not None:
             continue
+        default = default_of(objective, section, key)
+        derived = default is not None and key not in section.model_fields_set
         if explain and info.description:
-            lines.append(f"{indent}# {info.description}{_by_objective(key, value, objective)}")
+            source = "" if default is None else f" ({_source(objective, default, derived=derived)})"
+            lines.append(f"{indent}# {info.description}{source}")
         if isinstance(value, Section):
             lines.append(f"{indent}{key}:")
             _write_section(value, lines, indent + "  ", explain, objective)
             continue
-        lines.append(f"{indent}{key}: {_scalar(value)}")
+        # No space behind this #, unlike those of comments: without it the line is in its place.
+        lines.append(f"{indent}{'#' if explain and derived else ''}{key}: {_scalar(value)}")
 
 
-def _by_objective(key: str, value: object, objective: str) -> str:
-    """What the objective makes of a key, if it does."""
-    defaults = {**SCHEDULER_DEFAULTS[objective], **ROUTER_DEFAULTS[objective]}
-    if key not in defaults:
-        return ""
-    default = defaults[key]
-    return f" (by objective {objective})" if value == default else f" (objective {objective} alone: {default:g})"
+def _source(objective: str, default: float, *, derived: bool) -> str:
+    """Where the value of a key comes from that the objective has a default for."""
+    if derived:
+        return f"by objective {objective}; take the # away to set it yourself"
+    return f"objective {objective} alone: {default:g}"
 
 
 def _scalar(value: object) -> str:
@@ -145,7 +149,18 @@ def _read_yaml(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError("--config", str(path), "a file with a mapping of keys at its top")
-    return tree
+    return _without_empty(tree, ClusterConfig)
+
+
+def _without_empty(tree: dict[str, object], section: type[Section]) -> dict[str, object]:
+    """Without the sections of which nothing is given, as where all keys of one are comments: YAML calls that null."""
+    kept = {}
+    for name, value in tree.items():
+        child = None if _is_mapping(section, name) else _child(section, name)
+        if child is not None and value is None:
+            continue
+        kept[name] = _without_empty(value, child) if child is not None and isinstance(value, dict) else value
+    return kept
 
 
 def _set(tree: dict[str, object], dotted: str, value: object) -> None:

@@ -16,9 +16,18 @@ def config(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set one key; may be repeated.")
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what each key does.")] = False,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Say what each key does, and leave what comes of the objective commented out, for a file to edit.",
+        ),
+    ] = False,
 ) -> None:
     """Print the whole configuration as YAML that --config takes.
+
+    With --explain it is a file to go on from: another `objective` in it sets other defaults. Without, all values
+    count as given, the objective's as well.
 
     Examples:
 

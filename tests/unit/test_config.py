@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -217,6 +218,15 @@ def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
     assert load_text(tmp_path, "") == load_config(None)
 
 
+def test_a_section_of_which_nothing_is_given_is_the_defaults(tmp_path: Path) -> None:
+    text = "prefill:\n  scheduler:\n    #max_num_seqs: 3\nrouter:\ntls:\n  public:\n"
+    assert load_text(tmp_path, text) == load_config(None)
+    config = load_text(tmp_path, text, prefill__scheduler__max_num_seqs=4)
+    assert config.prefill.scheduler.max_num_seqs == 4
+    with pytest.raises(ConfigError, match=r"router\.tenants\.acme: None is not allowed"):
+        load_text(tmp_path, "router: {tenants: {acme: }}")
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     config = load_text(tmp_path, "router: {grpc_port: 1, max_queue: 7}\n", router__grpc_port=2)
     assert (config.router.grpc_port, config.router.max_queue) == (2, 7)
@@ -242,8 +252,9 @@ def test_printed_configuration_reads_back_to_the_same(tmp_path: Path, explain: b
 
 def test_every_key_is_explained() -> None:
     lines = to_yaml(load_config(None), explain=True).splitlines()
-    keys = [index for index, line in enumerate(lines) if not line.lstrip().startswith("#")]
+    keys = [index for index, line in enumerate(lines) if not line.lstrip().startswith("# ")]
     assert keys
+    assert any(lines[index].lstrip().startswith("#") for index in keys)
     assert all(lines[index - 1].lstrip().startswith("# ") for index in keys)
 
 
@@ -430,12 +441,37 @@ class TestObjective:
         assert room == latency["prefill_chunk_tokens"]
 
     def test_the_explanation_says_what_it_does(self) -> None:
-        lines = to_yaml(
-            load_config(None, {"objective": "latency", "decode.scheduler.target_itl_ms": 99}), explain=True
-        ).splitlines()
+        given = {"objective": "latency", "decode.scheduler.target_itl_ms": 99, "decode.scheduler.max_num_seqs": 32}
+        lines = to_yaml(load_config(None, given), explain=True).splitlines()
         where = {line.strip(): lines[i - 1] for i, line in enumerate(lines)}
         assert "(objective latency alone: 60)" in where["target_itl_ms: 99.0"]
-        assert "(by objective latency)" in where["target_itl_ms: 60.0"]
+        assert "(objective latency alone: 32)" in where["max_num_seqs: 32"]  # given, though it changes nothing
+        assert "(by objective latency; " in where["#target_itl_ms: 60.0"]
+        assert "(by objective latency; " in where["#max_num_seqs: 32"]
+
+    @pytest.mark.parametrize("first", OBJECTIVES)
+    @pytest.mark.parametrize("then", OBJECTIVES)
+    def test_it_can_be_changed_in_an_explained_file(self, tmp_path: Path, first: str, then: str) -> None:
+        given = {"decode.workers": 2, "prefill.scheduler.max_num_seqs": 64, "aggregated.scheduler.max_num_seqs": 9}
+        text = to_yaml(load_config(None, {"objective": first, **given}), explain=True)
+        assert text.count(f"\nobjective: {first}\n") == 1
+        changed = load_text(tmp_path, text.replace(f"\nobjective: {first}\n", f"\nobjective: {then}\n"))
+        assert changed.model_dump() == load_config(None, {"objective": then, **given}).model_dump()
+
+    def test_a_value_that_loses_its_number_sign_wins(self, tmp_path: Path) -> None:
+        text = to_yaml(load_config(None), explain=True)
+        every = re.sub(r"(?m)^( *)#(?! )", r"\1", text).replace("objective: balanced\n", "objective: latency\n")
+        pinned = load_text(tmp_path, every)
+        assert pinned.model_dump() == load_config(None).model_dump() | {"objective": "latency"}
+        one = text.replace("#max_running_per_worker: 64", "max_running_per_worker: 65")
+        assert load_text(tmp_path, one).router.max_running_per_worker == 65
+
+    def test_the_short_form_means_the_same_whatever_it_came_of(self, tmp_path: Path) -> None:
+        for objective in OBJECTIVES:
+            config = load_config(None, {"objective": objective, "decode.scheduler.max_num_seqs": 7})
+            text = to_yaml(config)
+            assert "#" not in text
+            assert load_text(tmp_path, text).model_dump() == config.model_dump()
 
     def test_a_configuration_made_in_code(self) -> None:
         config = ClusterConfig(objective="latency", decode=PoolSection(scheduler=SchedulerSection(max_num_seqs=7)))
