@@ -23,7 +23,10 @@ from pdcore.errors import ConfigError, PdserveError
 from pdcore.listening import check_listening
 from pdcore.security import InternalSecurity
 from protos import membership_pb2
+from router.api_keys import ApiKeys
 from router.template_source import given_template
+from security.credentials import public_files
+from security.internal import Internal
 from security.secret import new_secret, read_secret, with_secret_of
 
 logger = logging.getLogger(__name__)
@@ -79,12 +82,9 @@ class ClusterController:
             PdserveError: something cannot be started within its bound; says what and why.
         """
         config = self.config
-        for flag, first in (("grpc", config.router.grpc_port), ("http", config.router.http_port)):
-            for index in range(config.router.replicas if first > 0 else 0):
-                advice = f"end that one, or take another by --{flag}-port; 0 finds a free one"
-                check_listening(f"router.{flag}_port", config.router.host, first + index, advice)
-        if config.router.chat_template:
-            given_template(config.router.chat_template)
+        security = self._security()
+        await asyncio.to_thread(_check_router, config)
+        await asyncio.to_thread(Internal, security)  # reads the certificates, as every process of the cluster will
         address = ray_address(config)
         if address == "local":
             _check_file("transfer.calibration", config.transfer.calibration)
@@ -97,7 +97,6 @@ class ClusterController:
         self._on_ray()
         self._report(f"Ray is up ({time.monotonic() - started:.1f} s)")
         host = self._internal_host(session)
-        security = self._security()
         self._membership = MembershipServer(
             host,
             dead_after_s=config.dead_after_s,
@@ -261,6 +260,20 @@ async def _resolve(model: str, report: Callable[[str], None]) -> tuple[Path, str
         if waiting.done():
             waiting.exception()  # the cancellation is what the caller hears of
         raise
+
+
+def _check_router(config: ClusterConfig) -> None:
+    """Raise ConfigError for what the routers would refuse, but a quarter of a minute later: ports and files."""
+    for flag, first in (("grpc", config.router.grpc_port), ("http", config.router.http_port)):
+        for index in range(config.router.replicas if first > 0 else 0):
+            advice = f"end that one, or take another by --{flag}-port; 0 finds a free one"
+            check_listening(f"router.{flag}_port", config.router.host, first + index, advice)
+    if config.router.chat_template:
+        given_template(config.router.chat_template)
+    if config.router.api_keys_file:
+        ApiKeys.load(Path(config.router.api_keys_file))
+    if (tls := config.tls.public.to_config()) is not None:
+        public_files(tls)
 
 
 def _check_file(key: str, path: str) -> None:
