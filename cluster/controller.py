@@ -16,7 +16,7 @@ from cluster.config import ClusterConfig
 from cluster.membership import MembershipServer
 from cluster.pools import WorkerPools
 from cluster.ray_environment import ray_address
-from cluster.ray_session import RaySession, RayThread
+from cluster.ray_session import RaySession, RayThread, no_ray
 from cluster.reports import unfailing
 from cluster.routers import HostedRouter, RouterProcesses, Routers
 from pdcore.errors import ConfigError, PdserveError
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 30.0  # the router's sessions with workers that already serve
 _SIGN_OF_LIFE_S = 5.0  # between lines that say what is waited for
+_JOIN_RAY_S = 30.0  # for a Ray that is being joined; Ray itself would try for ever
 _LEAVE_RAY_S = 10.0  # for a Ray that is being joined or started when we are told to end
 _CANCEL_S = 3.0  # a cancelled conversion's tidying up; whatever goes on is left to end with the process
 
@@ -153,9 +154,13 @@ class ClusterController:
         opening = asyncio.wrap_future(
             self._ray_thread.call(lambda: RaySession.open(self.config, log_to_driver=self._log_to_driver))
         )
+        address = ray_address(self.config)
         try:
             while not (await asyncio.wait({opening}, timeout=_SIGN_OF_LIFE_S))[0]:
-                self._report(f"waiting for Ray ({time.monotonic() - started:.0f} s)")
+                elapsed = time.monotonic() - started
+                if address != "local" and elapsed >= _JOIN_RAY_S:
+                    raise await asyncio.to_thread(no_ray, address, f"no answer within {_JOIN_RAY_S:g} s")
+                self._report(f"waiting for Ray ({elapsed:.0f} s)")
         except asyncio.CancelledError:
             # It cannot be interrupted, and `stop` must find it; but a Ray that does not answer is left behind.
             await asyncio.wait({opening}, timeout=_LEAVE_RAY_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import shutil
 import signal
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import ray
+from ray._common.utils import get_ray_address_file
+from ray._private import services
 
 from cluster.config import ClusterConfig
 from cluster.ray_environment import ray_address
@@ -104,7 +107,7 @@ class RaySession:
                     _temp_dir=str(folder),
                 )
             else:
-                _probe(address)
+                _probe(_Sought.by(address).address)
                 ray.init(
                     address=address,
                     namespace=config.name,
@@ -112,15 +115,12 @@ class RaySession:
                     log_to_driver=log_to_driver,
                 )
         except Exception as error:  # Ray raises bare ones as well, when its start takes too long
-            hint = (
-                f"Ray's logs are in {folder}; a busy machine may need a second try"
-                if owned
-                else "is a Ray cluster running there? `ray start --head` starts one"
-            )
-            what = "cannot start a local Ray" if owned else f"no Ray at {address!r}"
             with contextlib.suppress(Exception):
                 ray.shutdown()  # what has started of it
-            raise PdserveError(f"{what}: {error} ({hint})") from error
+            if not owned:
+                raise no_ray(address, str(error)) from error
+            hint = f"Ray's logs are in {folder}; a busy machine may need a second try"
+            raise PdserveError(f"cannot start a local Ray: {error} ({hint})") from error
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return cls(
             owned=owned,
@@ -135,6 +135,44 @@ class RaySession:
         ray.shutdown()
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def no_ray(address: str, problem: str) -> PdserveError:
+    """That there is no Ray to join at a configured address, with what was tried and what to do. May take a second."""
+    sought = _Sought.by(address)
+    return PdserveError(f"no Ray at {sought.address!r}{sought.origin}: {problem} ({sought.advice})")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sought:
+    """Where a Ray is sought.
+
+    Attributes:
+        address: that is tried.
+        origin: words behind it, that say where it is from; empty if it was given.
+        advice: for when nobody answers there.
+    """
+
+    address: str
+    origin: str = ""
+    advice: str = "is a Ray cluster running there? `ray start --head` starts one"
+
+    @classmethod
+    def by(cls, address: str) -> _Sought:
+        """What ``auto`` comes to, found as `ray.init` finds it; other addresses are what they are."""
+        if address != "auto":
+            return cls(address)
+        if given := os.environ.get("RAY_ADDRESS"):
+            return cls(given, ", which $RAY_ADDRESS names")
+        try:
+            found: str = services.get_ray_address_from_environment(address, None)
+        except ConnectionError:
+            return cls(address)
+        file = get_ray_address_file(None)
+        if found != services.find_bootstrap_address(None):
+            return cls(found, ", of a process that runs here")
+        stale = f"if the Ray that wrote {file} has ended, `ray stop` removes the file"
+        return cls(found, f", which {file} names", f"{stale}, and `--ray-address local` starts a Ray of our own")
 
 
 def _probe(address: str) -> None:

@@ -8,8 +8,12 @@ import socket
 from pathlib import Path
 
 import pytest
+from ray._private import services
 
+from cluster.config_file import load_config
+from cluster.ray_session import RaySession
 from engine.model_store import resolve_model
+from pdcore.errors import PdserveError
 from tests.support.serve_process import ServeProcess
 from tests.support.tiny_gguf import write_tiny_gguf
 from tests.support.tiny_model import tiny_llama
@@ -86,3 +90,39 @@ def test_a_ray_that_does_not_answer_cannot_keep_serve_from_ending(tmp_path: Path
         finally:
             serve.stop()
     assert "Traceback" not in serve.output
+
+
+def test_a_ray_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(tmp_path / "tiny")
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        serve = ServeProcess(
+            "--model", str(model), "--grpc-port", "0", "--http-port", "0", "--ray-address", "auto",
+            shorter={"_SIGN_OF_LIFE_S": 1.0, "_JOIN_RAY_S": 2.0},
+        )  # fmt: skip
+        try:
+            assert serve.wait(60.0) == 1
+        finally:
+            serve.stop()
+    assert f"no Ray at '{address}', which $RAY_ADDRESS names: no answer within 2 s" in serve.output
+    assert "Traceback" not in serve.output
+
+
+def test_a_file_of_a_ray_that_has_ended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray leaves it behind when it is killed."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(services, "find_gcs_addresses", set)  # whatever else runs on this machine
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        file.write_text(address)
+        with pytest.raises(PdserveError) as refused:
+            RaySession.open(load_config(None, {"ray.address": "auto"}), log_to_driver=False)
+    for words in (f"no Ray at '{address}', which {file} names", "refused", "`ray stop`", "--ray-address local"):
+        assert words in str(refused.value)
