@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 import ray
 
 from pdcore.config import WorkerConfig
-from worker.hosted import HostedInfo, HostedWorker
+from pdcore.grpc_log import quiet_grpc
+
+if TYPE_CHECKING:
+    from worker.hosted import HostedInfo, HostedWorker
 
 
 # Control calls have threads of their own: they are answered while another call waits.
@@ -14,7 +20,9 @@ class DecodeActor:
     """See `HostedWorker`, to which everything is passed on."""
 
     def __init__(self, config: WorkerConfig, model: str, use_node_address: bool) -> None:
+        quiet_grpc(os.environ)  # a Ray that was there before us has its own environment
         from decode_worker.worker import DecodeWorker  # torch comes with it, which the driver does not need
+        from worker.hosted import HostedWorker
 
         host = ray.util.get_node_ip_address() if use_node_address else None
         self._hosted = HostedWorker(config, model, host, DecodeWorker)

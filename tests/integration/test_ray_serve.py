@@ -164,6 +164,10 @@ def test_cluster_serves_survives_a_death_and_drains(
             next(worker_pb2_grpc.WorkerStub(channel).Session(iter(()), timeout=10))
         assert refused.value.code() is code
 
+    # Who comes to a router in plain text is no line at the terminal either.
+    with grpc.insecure_channel(one.removeprefix("grpcs://")) as channel, pytest.raises(grpc.RpcError):
+        channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+
     # Ray starts a dead one again under its name, and it joins the cluster again; what it was doing goes on there.
     whole = tokens(address, 400, tls)
     cut = client("generate", "The tide", "--address", address, *FIXED, "400")
@@ -205,6 +209,7 @@ def test_cluster_serves_survives_a_death_and_drains(
     assert served.output.rstrip().endswith("stopped")
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+    assert "andshake" not in served.output
     assert not [folder for folder in folders if folder.exists()]
 
 

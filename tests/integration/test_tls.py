@@ -18,9 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli.app import app
-from cluster.cli.main import quiet_grpc
 from cluster.membership import MembershipServer
+from pdcore.config import RouterConfig
+from pdcore.config_json import to_json
 from pdcore.errors import AlreadyRunning, ConfigError, Unavailable
+from pdcore.grpc_log import quiet_grpc
 from pdcore.security import INTERNAL_NAME, ClientTls, InternalSecurity
 from pdcore.types import Role
 from protos import kv_pb2_grpc, membership_pb2, membership_pb2_grpc, routers_pb2_grpc, worker_pb2_grpc
@@ -227,15 +229,43 @@ async def test_a_command_speaks_for_grpc(cluster: NullCluster, stranger: Authori
     assert b"its certificate is not trusted: " in told
 
 
+async def test_a_router_is_quiet_about_callers_in_plain_text(
+    tmp_path: Path, model: Path, authority: Authority
+) -> None:
+    """gRPC's core would write a line for each of them."""
+    config = RouterConfig("r", str(model), "tiny", "127.0.0.1:1", grpc_port=0, http_port=-1, tls=authority.public())
+    path = tmp_path / "router.json"
+    path.write_text(to_json(config))
+    environment = {name: value for name, value in os.environ.items() if name not in ("GRPC_VERBOSITY", "GRPC_TRACE")}
+    told = {}
+    for name, more in (("quiet", {}), ("heard", {"GRPC_VERBOSITY": "DEBUG"})):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router", str(path)), env=environment | more, cwd=REPOSITORY,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            ready = await asyncio.wait_for(process.stdout.readline(), 60.0)
+            address = json.loads(ready.removeprefix(b"READY "))["address"]
+            for _ in range(3):
+                async with grpc.aio.insecure_channel(address) as channel:
+                    call = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=10)
+                    assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        finally:
+            process.terminate()
+            _, told[name] = await asyncio.wait_for(process.communicate(), 30.0)
+    assert b"Handshake failed" not in told["quiet"], told["quiet"]
+    assert b"Handshake failed" in told["heard"]
+
+
 def test_who_wants_to_hear_grpc_does() -> None:
-    for before, command, after in (
-        ({}, "status", "NONE"),
-        ({}, "serve", None),
-        ({"GRPC_VERBOSITY": "DEBUG"}, "status", "DEBUG"),
-        ({"GRPC_TRACE": "http"}, "status", None),
+    for before, after in (
+        ({}, "NONE"),
+        ({"GRPC_VERBOSITY": "DEBUG"}, "DEBUG"),
+        ({"GRPC_TRACE": "http"}, None),
     ):
         environment = dict(before)
-        quiet_grpc([command, "--address", "x:1"], environment)
+        quiet_grpc(environment)
         assert environment.get("GRPC_VERBOSITY") == after
 
 

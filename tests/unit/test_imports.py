@@ -34,6 +34,7 @@ PDCORE = (
     "costs",
     "errors",
     "faults",
+    "grpc_log",
     "logprobs",
     "native_build",
     "objective",
@@ -100,9 +101,10 @@ CASES = [
         "decode_worker.worker",
         (*others("decode_worker", "worker", "engine", "kv_transfer", "security", "protos"), *SERVING),
     ),
-    # The shells bring Ray, and torch only once an actor is made: the driver stays small.
-    ("prefill_worker.actor", (*others("prefill_worker", "worker", "security"), *HEAVY)),
-    ("decode_worker.actor", (*others("decode_worker", "worker", "security"), *HEAVY)),
+    # The shells bring Ray, and torch only once an actor is made: the driver stays small. gRPC comes later too, after
+    # it has been told to be quiet.
+    ("prefill_worker.actor", (*others("prefill_worker"), "grpc", *HEAVY)),
+    ("decode_worker.actor", (*others("decode_worker"), "grpc", *HEAVY)),
     ("cluster.cores", (*others("cluster"), *WIRE, *SERVING, *HEAVY)),
     ("cluster.config", (*others("cluster"), *WIRE, "ray", "typer", *HEAVY)),
     ("cluster.membership", (*others("cluster", "worker", "security", "protos"), *SERVING, *HEAVY)),
