@@ -93,7 +93,7 @@ async def _demo(settings: ClusterConfig, console: Console) -> list[Answer]:
         await controller.drain()
 
     try:
-        if not await signals.unless(work(), count=1):
+        if not await signals.unless(work(), count=1, told=lambda: say("ending what was started ...")):
             raise fail("interrupted", EXIT_INTERRUPTED)
     finally:
         await controller.stop()

@@ -17,6 +17,7 @@ from cluster.cli.settings import read_settings
 from cluster.cli.signals import Signals
 from cluster.config import ClusterConfig
 from cluster.config_file import to_yaml
+from cluster.descendants import kill_descendants
 from cluster.ray_environment import prepare_environment
 from pdcore.addresses import grpc_address, http_address
 from pdcore.errors import ConfigError, PdserveError
@@ -81,7 +82,8 @@ def serve(
     """Start a cluster and serve until SIGTERM or Ctrl-C, then drain.
 
     Prints one line that begins with READY, and names the routers' addresses, once requests can come. While draining,
-    new requests are refused and running ones may finish for drain_timeout_s; a second signal ends it at once.
+    new requests are refused and running ones may finish for drain_timeout_s; a second signal ends it at once. Told
+    before it is READY, it ends what it has started, in some seconds; a second signal then kills all of it at once.
 
     Exit codes: 0 drained, 1 failed or requests were cut off, 2 a bad flag or configuration, 130 interrupted.
 
@@ -137,7 +139,7 @@ async def _serve(settings: ClusterConfig) -> int:
     asked = Signals()
     controller = ClusterController(settings, _say, on_ray=asked.listen)
     try:
-        started = await asked.unless(controller.start(), count=1)
+        started = await asked.unless(controller.start(), count=1, told=lambda: _end_start(asked))
         if not started:
             _say("interrupted before the cluster was ready")
             return EXIT_INTERRUPTED
@@ -156,8 +158,24 @@ async def _serve(settings: ClusterConfig) -> int:
             return EXIT_INTERRUPTED
         return 0 if drained[0] else EXIT_FAILED
     finally:
+        asked.on_next(_leave)
         await controller.stop()
         _say("stopped")
+
+
+def _end_start(asked: Signals) -> None:
+    _say("ending what was started ... (a second Ctrl-C or SIGTERM kills it)")
+    asked.on_next(_leave)
+
+
+def _leave() -> None:
+    """End this process and all that it has started, as by SIGKILL.
+
+    On a Ray that was there before us actors go with whoever made them.
+    """
+    _say("told again to end: killed")
+    kill_descendants()
+    os._exit(EXIT_INTERRUPTED)
 
 
 def where_to_call(grpc_addresses: Sequence[str], http_addresses: Sequence[str], *, tls: bool) -> str:

@@ -4,6 +4,7 @@ Every hop of it is encrypted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -229,3 +230,49 @@ def test_a_worker_that_cannot_start_is_one_line_and_no_traceback(tmp_path: Path)
     assert error.startswith(f"error: transfer.calibration: '{broken}' is not allowed; allowed: a file made")
     assert "Traceback" not in process.output
     assert "SIGABRT" not in process.output
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_during_the_start_kills_all_of_it(tmp_path: Path, signum: signal.Signals) -> None:
+    process = ServeProcess(
+        "--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--http-port", "0",
+        "--ray-address", "local", "--set", "prefill.num_blocks=64", "--set", "decode.num_blocks=64",
+    )  # fmt: skip
+    family: list[psutil.Process] = []
+    try:
+        process.wait_for("Ray is up", 60)
+        family = process.family()
+        assert len(family) > 3
+        process.signal(signum)
+        process.wait_for("ending what was started", 2)
+        family = process.family() or family
+        process.signal(signum)
+        assert process.wait(3.0) == 130
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive
+    finally:
+        process.stop()
+        for left in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+    assert process.output.rstrip().endswith("told again to end: killed")
+    assert "Traceback" not in process.output
+
+
+def test_one_signal_during_the_start_ends_it_in_order(tmp_path: Path) -> None:
+    process = ServeProcess(
+        "--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--http-port", "0",
+        "--ray-address", "local", "--set", "prefill.num_blocks=64", "--set", "decode.num_blocks=64",
+    )  # fmt: skip
+    try:
+        process.wait_for("starting a local Ray", 60)
+        eventually(lambda: ray_folders(process.family()), 60, "Ray's processes")
+        folders = ray_folders(process.family())
+        process.signal(signal.SIGINT)
+        process.wait_for("ending what was started", 2)
+        assert process.wait(60.0) == 130
+    finally:
+        process.stop()
+    assert process.output.rstrip().endswith("stopped")
+    assert "Traceback" not in process.output
+    assert not [folder for folder in folders if folder.exists()]
