@@ -101,7 +101,8 @@ class ClusterConfig(Section):
     secret_file: str = Field(
         default="",
         description="file with a secret that every process of the cluster knows, and lets nobody in without; empty: "
-        "that in $PDSERVE_CLUSTER_SECRET, else one of chance, made at each start",
+        "that in $PDSERVE_CLUSTER_SECRET, else one of chance, made at each start. A relative path is from where the "
+        "cluster is started",
     )
     heartbeat_s: PositiveFloat = Field(default=0.5, description="seconds between heartbeats inside the cluster")
     dead_after_s: PositiveFloat = Field(

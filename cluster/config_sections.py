@@ -377,7 +377,7 @@ class RouterSection(Section):
         default="",
         description="file of API keys: a mapping of SHA-256 digests of keys, in hexadecimal, to tenants, or to "
         "{tenant: NAME, admin: true} for keys that the Admin service takes; every request needs a key then; empty: "
-        "no keys, tenants are who they say they are",
+        "no keys, tenants are who they say they are. A relative path is from where the cluster is started",
     )
     token_window: int = Field(
         default=64, ge=1, description="tokens per request that the client has not taken yet, at most"

@@ -13,7 +13,8 @@ class PublicTlsSection(Section):
 
     cert_file: str = Field(
         default="",
-        description="PEM file of the routers' certificate, with those between it and the authority's; empty: no TLS",
+        description="PEM file of the routers' certificate, with those between it and the authority's; empty: no TLS. "
+        "Relative paths, here and below, are from where the cluster is started",
     )
     key_file: str = Field(default="", description="PEM file of its private key")
     client_ca_file: str = Field(
@@ -33,7 +34,8 @@ class InternalTlsSection(Section):
     cert_file: str = Field(
         default="",
         description="PEM file of the certificate of every process inside the cluster, for both ends of a connection; "
-        "empty: no TLS. The same path on every node",
+        "empty: no TLS. The same path on every node, and an absolute one where Ray runs already: it may have another "
+        "working directory",
     )
     key_file: str = Field(default="", description="PEM file of its private key")
     ca_file: str = Field(default="", description="PEM file of the authorities that such certificates are from")

@@ -80,6 +80,12 @@ def test_files_reach_routers_and_workers(tmp_path: Path) -> None:
     assert not any(w.encrypted_kv for w in workers)
 
 
+def test_the_explanation_says_from_where_relative_paths_are() -> None:
+    lines = [line.strip() for line in to_yaml(load_config(None), explain=True).splitlines()]
+    for key in ("api_keys_file: ''", "cert_file: ''", "secret_file: ''"):
+        assert "relative path" in lines[lines.index(key) - 1].lower(), key
+
+
 def load_config_text(tmp_path: Path, text: str) -> object:
     path = tmp_path / "again.yaml"
     path.write_text(text)
