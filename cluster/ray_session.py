@@ -6,15 +6,12 @@ import contextlib
 import logging
 import os
 import queue
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import ray
@@ -23,6 +20,7 @@ from ray._private import services
 
 from cluster.config import ClusterConfig
 from cluster.ray_environment import ray_address
+from cluster.ray_folder import RayFolder, remove_abandoned
 from pdcore.errors import PdserveError
 from pdcore.types import Role
 
@@ -79,7 +77,7 @@ class RaySession:
     one_node: bool
     node_address: str
     resources: dict[str, float]
-    folder: Path | None
+    folder: RayFolder | None
 
     @classmethod
     def open(cls, config: ClusterConfig, *, log_to_driver: bool) -> RaySession:
@@ -90,9 +88,11 @@ class RaySession:
         """
         address = ray_address(config)
         owned = address == "local"
-        folder = Path(tempfile.mkdtemp(prefix="pdserve-ray-")) if owned else None
+        if owned:
+            remove_abandoned()
+        folder = RayFolder() if owned else None
         try:
-            if owned:
+            if folder is not None:
                 # Its processes inherit this mask: a SIGTERM for our whole process group must not end them before we
                 # have drained. Ray ends those that do not listen by SIGKILL.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -104,7 +104,7 @@ class RaySession:
                     resources={role.value: config.pool(role).workers for role in Role if config.pool(role).workers},
                     logging_level=logging.ERROR,
                     log_to_driver=log_to_driver,
-                    _temp_dir=str(folder),
+                    _temp_dir=str(folder.path),
                 )
             else:
                 _probe(_Sought.by(address).address)
@@ -117,9 +117,10 @@ class RaySession:
         except Exception as error:  # Ray raises bare ones as well, when its start takes too long
             with contextlib.suppress(Exception):
                 ray.shutdown()  # what has started of it
-            if not owned:
+            if folder is None:
                 raise no_ray(address, str(error)) from error
-            hint = f"Ray's logs are in {folder}; a busy machine may need a second try"
+            folder.keep()
+            hint = f"Ray's logs are in {folder.path}; a busy machine may need a second try"
             raise PdserveError(f"cannot start a local Ray: {error} ({hint})") from error
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return cls(
@@ -134,7 +135,7 @@ class RaySession:
         """Leave Ray; ends it, and every process and file of it, if we started it."""
         ray.shutdown()
         if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.remove()
 
 
 def no_ray(address: str, problem: str) -> PdserveError:

@@ -171,7 +171,8 @@ def _end_start(asked: Signals) -> None:
 def _leave() -> None:
     """End this process and all that it has started, as by SIGKILL.
 
-    On a Ray that was there before us actors go with whoever made them.
+    On a Ray that was there before us actors go with whoever made them. The folder of a Ray of ours is removed by the
+    next start.
     """
     _say("told again to end: killed")
     kill_descendants()

@@ -259,6 +259,37 @@ def test_a_second_signal_during_the_start_kills_all_of_it(tmp_path: Path, signum
     assert "Traceback" not in process.output
 
 
+def test_the_next_start_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    flags = ("--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--http-port", "0")
+    processes: list[ServeProcess] = []
+    families: list[psutil.Process] = []
+
+    def start() -> set[Path]:
+        """The folder of a new one, once its Ray is up."""
+        process = ServeProcess(*flags, "--ray-address", "local")
+        processes.append(process)
+        process.wait_for("Ray is up", 60)
+        families.extend(process.family())
+        return ray_folders(process.family())
+
+    try:
+        killed = start()
+        processes[0].signal(signal.SIGKILL)
+        processes[0].wait(10.0)
+        assert all(folder.exists() for folder in killed)
+        living = start()
+        assert not any(folder.exists() for folder in killed)
+        processes[1].signal(signal.SIGTERM)
+        assert processes[1].wait() == 130
+        assert not any(folder.exists() for folder in living)
+    finally:
+        for process in processes:
+            process.stop()
+        for left in families:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
 def test_one_signal_during_the_start_ends_it_in_order(tmp_path: Path) -> None:
     process = ServeProcess(
         "--model", str(tiny_llama(tmp_path / "tiny")), "--grpc-port", "0", "--http-port", "0",
