@@ -196,6 +196,7 @@ def test_senders_that_disagree_on_the_first_token_commit_nothing() -> None:
         sendings = workers.send(workers.grant())
         workers.finish([5, 6])
         assert all("first token" in str(sending.wait().error) for sending in sendings)
+        workers.hosts[0].wait_end(KEY)  # the senders are told first
         assert workers.hosts[0].commits == []
         assert [released[2] for released in workers.hosts[0].releases] == [True]
         assert [sender.counters.failed for sender in workers.senders] == [1, 1]
