@@ -511,8 +511,7 @@ class Dispatcher:
             case effects_of.SendPrefill(worker_id, spec):
                 assert ticket is not None
                 reserved, active.reserved = active.reserved, None
-                same = reserved is not None and reserved[0] == spec
-                request = reserved[1] if reserved is not None and same else spec_to_proto(spec)
+                request = reserved[1] if reserved is not None and reserved[0] == spec else spec_to_proto(spec)
                 prefill = worker_pb2.Prefill(request=request, ticket=ticket)
                 self.pool.send(worker_id, worker_pb2.SessionCommand(prefill=prefill))
             case effects_of.SendGenerate(worker_id, spec):
@@ -522,6 +521,7 @@ class Dispatcher:
                 self.pool.prefill_computed(worker_id, key)
             case effects_of.Release(worker_id, key):
                 self.pool.release(worker_id, key, served=effect.served, peer=effect.peer)
+                active.reserved = None  # as long as the prompt, and of no use to another attempt
                 if effect.abort:
                     reason = effect.reason
                     order = worker_pb2.Abort(request_id=key.request_id, attempt=key.attempt, reason=reason)

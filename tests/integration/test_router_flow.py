@@ -290,6 +290,8 @@ async def test_refused_everywhere_waits_in_the_queue(model: Path) -> None:
         cluster["d0"].refuse = lambda command, request: worker_pb2.FAILURE_CODE_OVERLOADED
         waiting = asyncio.ensure_future(cluster.client.complete([2], Sampling(max_tokens=3), request_id="r"))
         await until(lambda: cluster["d0"].commands["reserve", "r"] >= 3, "asked again and again")
+        running = cluster.router._dispatcher._active.values()
+        await until(lambda: not any(one.reserved for one in running), "who waits does not keep its prompt twice")
         cluster["d0"].refuse = None
         answer = await waiting
         assert answer.token_ids == expected([2], 3)
