@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CLAIMS = 65536
 MAX_RENEWED = 1000
+SETTLE_S = 0.25
+"""How long a claim of a key that another request has waits for news of that request's router: a client whose router
+dies comes to another one with its key at once, maybe before the death is known here."""
 _KEY_BYTES = 32
 _MAX_NAME_CHARS = 256
 _STATES = (routers_pb2.ROUTER_STATE_SERVING, routers_pb2.ROUTER_STATE_DRAINING)
@@ -73,6 +76,7 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
         self._entries: dict[str, _Entry] = {}
         self._current: dict[str, str] = {}  # router id -> its incarnation, of all that ever registered
         self._replaced: dict[str, set[str]] = {}
+        self._gone = asyncio.Event()  # a router died or was replaced; there is a new one each time
         self.claims = ClaimTable(max_claims=MAX_CLAIMS, opens_at=self._clock.now() + grace_s)
 
     def members(self) -> list[routers_pb2.RouterMember]:
@@ -93,7 +97,7 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
         if entry is not None and entry.router.incarnation == incarnation:
             self._end(entry, grpc.StatusCode.ABORTED, "its process has ended")
         if self._current.get(router_id, incarnation) == incarnation:
-            self.claims.forget_router(router_id)
+            self._forget(router_id)
 
     def close(self) -> None:
         """End every stream."""
@@ -141,7 +145,23 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
         await self._check(
             context, holder.router_id, holder.incarnation, request.ttl_s, [(request.key, holder.request_id)]
         )
-        answer = self.claims.claim(request.key, holder, request.ttl_s, self._clock.now())
+        settled, waiting = asyncio.get_running_loop().time() + SETTLE_S, True
+        while (
+            isinstance(answer := self.claims.claim(request.key, holder, request.ttl_s, self._clock.now()), Held)
+            and waiting
+        ):
+            try:
+                async with asyncio.timeout_at(settled):
+                    await self._gone.wait()
+            except TimeoutError:
+                waiting = False
+            await self._check_current(context, holder.router_id, holder.incarnation)
+        if isinstance(answer, Held) and answer.by.router_id not in self._entries:
+            # Nobody can say whether the request lives, only that its key will be free.
+            answer = Refused(
+                f"the request {answer.by.request_id!r} has it on {answer.by.router_id}, which is silent; unless that"
+                f" is heard again it is free in at most {self._max_ttl_s:g} s"
+            )
         if isinstance(answer, Refused):
             await context.abort(grpc.StatusCode.UNAVAILABLE, answer.reason)
         if isinstance(answer, Held):
@@ -188,6 +208,9 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
             problem = f"request_id: must be set, to at most {_MAX_NAME_CHARS} characters"
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        await self._check_current(context, router_id, incarnation)
+
+    async def _check_current(self, context: grpc.aio.ServicerContext, router_id: str, incarnation: str) -> None:
         problem = self._superseded(router_id, incarnation)
         if problem:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
@@ -233,13 +256,18 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
         if known is not None and known != router.incarnation:
             self._replaced.setdefault(router.router_id, set()).add(known)
         self._current[router.router_id] = router.incarnation
-        self.claims.forget_router(router.router_id, but=router.incarnation)
+        self._forget(router.router_id, but=router.incarnation)
         entry = self._entries[router.router_id] = _Entry(
             router, registration.state, report=RouterReport(registration.connected_workers, registration.problem)
         )
         self._on_change()
         logger.info("router %s joined at %s", router.router_id, router.address)
         return entry
+
+    def _forget(self, router_id: str, *, but: str = "") -> None:
+        self.claims.forget_router(router_id, but=but)
+        gone, self._gone = self._gone, asyncio.Event()
+        gone.set()
 
     @staticmethod
     def _end(entry: _Entry, status: grpc.StatusCode, reason: str) -> None:

@@ -11,7 +11,9 @@ import grpc
 import openai
 import pytest
 
+from cluster import router_members
 from cluster.claims import Granted
+from cluster.membership import MembershipServer
 from pdcore.clock import ManualClock, MonotonicClock
 from pdcore.config import RouterConfig
 from pdcore.errors import AlreadyRunning, InvalidRequest, Overloaded, RequestError, Unavailable
@@ -184,6 +186,7 @@ async def test_a_new_controller_learns_what_is_held_before_it_gives_anything(mod
                 await two.complete([1], Sampling(max_tokens=1), idempotency_key="held")
             words.add(str(early.value).rpartition("; ")[0])
             await asyncio.sleep(0.02)
+        await until(lambda: fleet.controller.routers.listed("router-0"), "its router has found the new one")
         with pytest.raises(AlreadyRunning, match="'first'"):
             await two.complete([1], Sampling(max_tokens=1), idempotency_key="held")
         new: asyncio.Task[object] | None = None
@@ -231,6 +234,71 @@ async def test_another_router_s_claim_ends_the_request_that_has_lost_its_key(mod
         with pytest.raises(Unavailable, match="another request"):
             await first
         gate.opened.set()
+
+
+async def test_a_key_in_use_is_told_once_its_router_s_death_would_be_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: what a router asks the controller, while another one leaves, is replaced, or dies."""
+    controller = MembershipServer("127.0.0.1", claim_ttl_s=600.0, claim_grace_s=0.0)
+    await controller.start()
+    members = controller.routers
+    async with grpc.aio.insecure_channel(controller.address) as channel:
+        stub = routers_pb2_grpc.RoutersStub(channel)
+
+        async def join(router_id: str, incarnation: str) -> grpc.aio.StreamStreamCall:
+            call = stub.Register()
+            router = routers_pb2.RouterDescription(router_id=router_id, incarnation=incarnation, address="a:1")
+            await call.write(routers_pb2.RouterRegistration(router=router, state=routers_pb2.ROUTER_STATE_SERVING))
+            assert isinstance(await call.read(), routers_pb2.RouterRegistrationReply)
+            return call
+
+        async def ask(router_id: str, incarnation: str) -> str:
+            holder = routers_pb2.ClaimHolder(
+                router_id=router_id, incarnation=incarnation, request_id=f"of {router_id}"
+            )
+            reply = await stub.Claim(routers_pb2.ClaimRequest(key=b"k" * 32, holder=holder, ttl_s=600.0))
+            return str(reply.held_by.request_id)
+
+        async def asked(router_id: str, incarnation: str) -> asyncio.Task[str]:
+            """A claim that waits for news."""
+            before = len(members._gone._waiters)  # type: ignore[attr-defined]
+            task = asyncio.ensure_future(ask(router_id, incarnation))
+            await until(lambda: len(members._gone._waiters) > before, "it waits")  # type: ignore[attr-defined]
+            return task
+
+        a, b = await join("a", "1"), await join("b", "1")
+        assert await ask("a", "1") == ""
+        assert await ask("b", "1") == "of a"
+        # It leaves the list, and may live on: nobody knows.
+        a.cancel()
+        await until(lambda: not members.listed("a"), "it is off the list")
+        with pytest.raises(grpc.aio.AioRpcError, match="'of a' has it on a, which is silent") as silent:
+            await ask("b", "1")
+        assert silent.value.code() is grpc.StatusCode.UNAVAILABLE
+        # It is known to be dead a moment later.
+        monkeypatch.setattr(router_members, "SETTLE_S", 30.0)
+        waiting = await asked("b", "1")
+        members.died("a", "1")
+        assert await waiting == ""
+        # The one that has it is replaced, and one that asks is.
+        a = await join("a", "2")
+        waiting = await asked("a", "2")
+        b2 = await join("b", "2")
+        assert await waiting == ""
+        waiting = await asked("b", "2")
+        b3 = await join("b", "3")
+        with pytest.raises(grpc.aio.AioRpcError, match="has been replaced") as replaced:
+            await waiting
+        assert replaced.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert [holder.request_id for holder in members.claims.holders(time.monotonic()).values()] == ["of a"]
+        # It ends by itself while another waits.
+        monkeypatch.setattr(router_members, "SETTLE_S", 1.0)
+        waiting = await asked("b", "3")
+        ((key, holder),) = members.claims.holders(time.monotonic()).items()
+        members.claims.release(key, holder)
+        assert await waiting == ""
+        for call in (a, b, b2, b3):
+            call.cancel()
+    await controller.stop()
 
 
 class SlowRenewals(routers_pb2_grpc.RoutersServicer):

@@ -228,6 +228,30 @@ async def test_a_router_that_is_killed_comes_back_and_its_keys_are_free(model: P
         assert await routers.drain(30.0)
 
 
+async def test_a_client_of_both_goes_on_at_the_other_with_its_key(model: Path) -> None:
+    """At once, and though it has no mind to try again: where the first one died its key is free."""
+    held = asyncio.Event()
+
+    async def hold(point: str, key: object, index: int) -> None:
+        if point == "token":
+            await held.wait()
+
+    worker = NullWorker("aggregated-0", Role.AGGREGATED, hook=hold)
+    async with (
+        RouterFleet(model, [worker], count=0, dead_after_s=600.0, claim_ttl_s=1200.0, max_replays=0) as fleet,
+        processes(fleet) as (routers, lines),
+        AsyncClient(routers.addresses) as both,
+    ):
+        options = {"request_id": "r", "idempotency_key": "k"}
+        answer = asyncio.ensure_future(both.complete([1], Sampling(max_tokens=20), **options))
+        await until(lambda: worker.count("generate", "r") == 1, "it is on the worker")
+        os.kill(pid_of(routers, 0), signal.SIGKILL)
+        await until(lambda: worker.count("generate", "r") == 2, "it is there again")
+        held.set()
+        assert (await answer).token_ids == expected([1], 20)
+        await until(lambda: any("router-0 is back" in line for line in lines), "it is started again", 60.0)
+
+
 async def test_a_router_that_stands_still_loses_its_leases_and_picks_up_when_it_wakes(model: Path) -> None:
     held = asyncio.Event()
 
