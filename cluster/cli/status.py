@@ -187,7 +187,7 @@ _LOAD = (
     _Column("KV blocks\nused", _used, right=True),
     _Column("prefix\ncache", lambda item: str(item.load.cached_blocks), right=True, dispensable=2),
     _Column("transfers", lambda item: str(item.load.open_tickets + item.load.open_sends), right=True),
-    _Column("step", lambda item: f"{item.load.step_ms:.1f} ms", right=True),
+    _Column("mean\nstep", lambda item: f"{item.load.step_ms:.1f} ms", right=True),
 )
 
 

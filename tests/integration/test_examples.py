@@ -64,7 +64,7 @@ def python(
 def status(server: NullServer) -> admin_pb2.GetStatusReply:
     with grpc.insecure_channel(server.address) as channel:
         reply: admin_pb2.GetStatusReply = admin_pb2_grpc.AdminStub(channel).GetStatus(
-            admin_pb2.GetStatusRequest(), timeout=10.0
+            admin_pb2.GetStatusRequest(), timeout=30.0
         )
     return reply
 

@@ -69,7 +69,7 @@ def _stopped(cluster: LocalCluster) -> list[WorkerProcess]:
 
 def _status(cluster: LocalCluster) -> dict[str, admin_pb2.WorkerStatus]:
     with grpc.insecure_channel(cluster.address) as channel:
-        status = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
+        status = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=30.0)
     return {worker.worker.worker_id: worker for worker in status.workers}
 
 

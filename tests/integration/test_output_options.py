@@ -157,7 +157,7 @@ def kill_the_decoder(cluster: LocalCluster) -> None:
         stub = admin_pb2_grpc.AdminStub(channel)
 
         def busy() -> str | None:
-            status = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
+            status = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=30.0)
             found = [w.worker.worker_id for w in status.workers if w.worker.worker_id[0] == "d" and w.load.running]
             return found[0] if found else None
 

@@ -124,7 +124,7 @@ def test_cluster_serves_survives_a_death_and_drains(
         (channel,) = client_channels(addresses.split(",")[router], tls, ())
         with channel:
             reply: admin_pb2.GetStatusReply = admin_pb2_grpc.AdminStub(channel).GetStatus(
-                admin_pb2.GetStatusRequest(), timeout=10
+                admin_pb2.GetStatusRequest(), timeout=30.0
             )
         return reply
 

@@ -328,7 +328,7 @@ class ChaosRun:
 
     def _counters(self, address: str) -> None:
         with grpc.insecure_channel(address) as channel:
-            status = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
+            status = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=30.0)
         report = self.report
         report.replays, report.rebuilds = status.replays, status.rebuilds
         report.failed_transfers = status.failed_transfers

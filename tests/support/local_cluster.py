@@ -37,7 +37,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="test-loop", daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 30.0) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         return future.result(timeout_s)
 
@@ -64,7 +64,7 @@ class OtherRouter:
                 cwd=REPOSITORY,
             )
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
         assert self._process.stdout is not None
         bound = threading.Timer(timeout_s, self._process.kill)
         bound.start()
@@ -162,7 +162,7 @@ class LocalCluster:
         self.wait_connected(address=process.address)
         return process
 
-    def wait_connected(self, timeout_s: float = 20.0, address: str = "") -> None:
+    def wait_connected(self, timeout_s: float = 60.0, address: str = "") -> None:
         """Until a router has a session with the present incarnation of every running worker."""
         import grpc
 
@@ -173,7 +173,7 @@ class LocalCluster:
             stub = admin_pb2_grpc.AdminStub(channel)
 
             def connected() -> bool:
-                status = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
+                status = stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=30.0)
                 return wanted <= {w.worker.incarnation for w in status.workers if w.connected}
 
             eventually(connected, timeout_s, f"sessions with all of {sorted(self.workers)}", interval_s=0.05)

@@ -17,7 +17,7 @@ from tests.support.null_worker import MODEL, NullWorker
 from tests.support.static_membership import StaticMembership
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait for a condition; AssertionError if it does not come."""
     for _ in range(int(timeout_s / 0.01)):
         if condition():

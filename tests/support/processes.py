@@ -82,7 +82,7 @@ class WorkerProcess:
         self.incarnation = ""
         self.log = folder / f"{config.worker_id}.log"
 
-    def start(self, timeout_s: float = 60.0) -> WorkerProcess:
+    def start(self, timeout_s: float = 120.0) -> WorkerProcess:
         """Start and wait for READY; raises with the end of the log if it does not come."""
         self.begin()
         self.wait_ready(timeout_s)
@@ -104,7 +104,7 @@ class WorkerProcess:
                 cwd=REPOSITORY,
             )
 
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
         assert self._process is not None
         assert self._process.stdout is not None
         bound = threading.Timer(timeout_s, self._process.kill)

@@ -77,7 +77,7 @@ def generate(tokens: str) -> subprocess.Popen[str]:
 
 def running_requests() -> int:
     with grpc.insecure_channel(ADDRESS) as channel:
-        reply = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=10)
+        reply = admin_pb2_grpc.AdminStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=30.0)
     return int(reply.running_requests)
 
 
@@ -87,7 +87,7 @@ def actor_processes() -> list[int]:
     return [process.pid for process in processes if "Actor" in " ".join((process.info["cmdline"] or [])[:1])]
 
 
-def actors_left(timeout_s: float = 10.0) -> list[int]:
+def actors_left(timeout_s: float = 30.0) -> list[int]:
     """Those that are still there after a moment: a process takes some time to go when it has said that it ends."""
     deadline = time.monotonic() + timeout_s
     while (left := actor_processes()) and time.monotonic() < deadline:

@@ -67,7 +67,7 @@ class ServeProcess:
                     raise AssertionError(f"no {pattern!r} {'before the end' if ended else 'in time'}:\n{self.output}")
                 self._more.wait(min(left, 0.5))
 
-    def wait_ready(self, timeout_s: float = 100.0) -> str:
+    def wait_ready(self, timeout_s: float = 180.0) -> str:
         """The router's address, once the READY line is there."""
         self.address = self.wait_for(r"(?m)^READY grpc=(\S+)", timeout_s)[1]
         return self.address
@@ -87,7 +87,7 @@ class ServeProcess:
         """As `timeout` or a closing terminal does: the signal goes to Ray's processes as well."""
         os.killpg(self._process.pid, signum)
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 90.0) -> int:
         """Exit status."""
         status = self._process.wait(timeout_s)
         self._reader.join(10.0)

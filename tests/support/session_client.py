@@ -93,7 +93,7 @@ class SessionClient:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
-    def reserve(self, spec: RequestSpec, timeout_s: float = 10.0) -> worker_pb2.ReserveReply:
+    def reserve(self, spec: RequestSpec, timeout_s: float = 30.0) -> worker_pb2.ReserveReply:
         self.replies.pop((spec.key.request_id, spec.key.attempt), None)
         self._commands.put(worker_pb2.SessionCommand(reserve=worker_pb2.Reserve(request=spec_to_proto(spec))))
         key = (spec.key.request_id, spec.key.attempt)
@@ -153,7 +153,7 @@ class SessionClient:
                 return notice.failed
         return None
 
-    def fresh_load(self, timeout_s: float = 5.0) -> worker_pb2.Load:
+    def fresh_load(self, timeout_s: float = 30.0) -> worker_pb2.Load:
         """A load that was reported after this call."""
         seen = self.reports
         self.wait(lambda: self.reports > seen, timeout_s, "a report")
