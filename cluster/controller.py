@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 30.0  # the router's sessions with workers that already serve
 _SIGN_OF_LIFE_S = 5.0  # between lines that say what is waited for
 _JOIN_RAY_S = 30.0  # for a Ray that is being joined; Ray itself would try for ever
-_LEAVE_RAY_S = 10.0  # for a Ray that is being joined or started when we are told to end
+_LEAVE_RAY_S = 10.0  # for a Ray that is being joined when we are told to end
+_LEAVE_OWN_RAY_S = 60.0  # for one that is being started: what is not up cannot be ended in order
 _CANCEL_S = 3.0  # a cancelled conversion's tidying up; whatever goes on is left to end with the process
 
 
@@ -163,7 +164,7 @@ class ClusterController:
                 self._report(f"waiting for Ray ({elapsed:.0f} s)")
         except asyncio.CancelledError:
             # It cannot be interrupted, and `stop` must find it; but a Ray that does not answer is left behind.
-            await asyncio.wait({opening}, timeout=_LEAVE_RAY_S)
+            await asyncio.wait({opening}, timeout=_LEAVE_OWN_RAY_S if address == "local" else _LEAVE_RAY_S)
             if opening.done() and opening.exception() is None:
                 self._session = opening.result()
             raise

@@ -31,10 +31,16 @@ class RayFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             new.rename(self.path / _OWNER)
 
-    def keep(self) -> None:
-        """Leave it to whoever wants to read it, for ever."""
+    def keep(self) -> bool:
+        """Leave it to whoever wants to read it, for ever; False if there was nothing to read, so that it is gone."""
         (self.path / _OWNER).unlink(missing_ok=True)
+        try:
+            self.path.rmdir()
+            kept = False
+        except OSError:
+            kept = True
         self._let_go()
+        return kept
 
     def remove(self) -> None:
         """Remove it with all that is in it. Idempotent."""

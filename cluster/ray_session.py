@@ -119,8 +119,9 @@ class RaySession:
                 ray.shutdown()  # what has started of it
             if folder is None:
                 raise no_ray(address, str(error)) from error
-            folder.keep()
-            hint = f"Ray's logs are in {folder.path}; a busy machine may need a second try"
+            hint = "a busy machine may need a second try"
+            if folder.keep():
+                hint = f"Ray's logs are in {folder.path}; {hint}"
             raise PdserveError(f"cannot start a local Ray: {error} ({hint})") from error
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return cls(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -145,19 +147,27 @@ async def test_a_drain_does_not_wait_for_a_worker_that_is_not_there(monkeypatch:
     await cluster.stop()
 
 
-def test_a_ray_that_does_not_come_up_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("logs", [True, False])
+def test_a_ray_that_does_not_come_up_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logs: bool
+) -> None:
     """Ray says so by a bare Exception."""
 
-    def slow(**_: object) -> None:
+    def slow(*, _temp_dir: str, **_: object) -> None:
+        if logs:
+            Path(_temp_dir, "raylet.out").write_text("")
         raise Exception("The current node timed out during startup.")
 
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("cluster.ray_session.ray.init", slow)
     monkeypatch.setattr("cluster.ray_session.ray.shutdown", lambda: None)
     config = load_config(None, {"ray.address": "local"})
     try:
-        with pytest.raises(PdserveError, match=r"cannot start a local Ray: The current node timed out.*logs are in"):
+        with pytest.raises(PdserveError, match="cannot start a local Ray: The current node timed out") as told:
             RaySession.open(config, log_to_driver=False)
+        assert [f"Ray's logs are in {folder}" in str(told.value) for folder in tmp_path.iterdir()] == [True] * logs
+        assert "second try" in str(told.value)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # `open` has a thread to itself, outside of tests
 

@@ -51,7 +51,8 @@ def test_a_folder_goes_once_its_owner_has_been_killed(temporary: Path) -> None:
 
 def test_what_cannot_be_told_is_left(temporary: Path) -> None:
     mine, kept = RayFolder(), RayFolder()
-    kept.keep()
+    (kept.path / "raylet.out").write_text("why it did not come up")
+    assert kept.keep()
     (temporary / "pdserve-ray-without").mkdir()
     (temporary / "pdserve-ray-file").write_text("")
     elsewhere = temporary / "elsewhere"
@@ -68,4 +69,7 @@ def test_what_cannot_be_told_is_left(temporary: Path) -> None:
     assert sorted(temporary.rglob("*")) == before
     mine.remove()
     assert not mine.path.exists()
-    assert kept.path.exists()
+    assert (kept.path / "raylet.out").exists()
+    unused = RayFolder()
+    assert not unused.keep()
+    assert not unused.path.exists()
