@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,10 +18,20 @@ from kv_transfer.negotiation import Negotiation, Offer, negotiate
 from kv_transfer.transports.catalog import available_transports
 from pdcore.config import TransferConfig
 from pdcore.errors import PdserveError
-from pdcore.security import InternalSecurity
+from pdcore.security import INTERNAL_NAME, InternalSecurity
 from pdcore.types import Role
 from prefill_worker.worker import PrefillWorker
-from protos import kv_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos import (
+    kv_pb2_grpc,
+    membership_pb2,
+    membership_pb2_grpc,
+    routers_pb2,
+    routers_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from security.credentials import NAME_OVERRIDE, channel_credentials
+from security.files import Pem
 from security.internal import Internal
 from tests.support.certificates import SECRET, Authority
 from tests.support.local_cluster import LoopThread
@@ -37,8 +47,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def security(tmp_path_factory: pytest.TempPathFactory) -> InternalSecurity:
-    return Authority(tmp_path_factory.mktemp("authority")).internal()
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def security(authority: Authority) -> InternalSecurity:
+    return authority.internal()
 
 
 Pair = tuple[PrefillWorker, DecodeWorker]
@@ -146,6 +161,61 @@ def test_strangers_are_not_served(workers: Pair, security: InternalSecurity) -> 
             if code is grpc.StatusCode.UNAUTHENTICATED:  # as Kubernetes asks, which has no secret
                 told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), **given)
                 assert told.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def code_of(call: Callable[[], object]) -> grpc.StatusCode:
+    """Of a call that answers at all, whether by one message or by the first of a stream: OK."""
+    try:
+        reply = call()
+        if isinstance(reply, Iterator):
+            next(reply, None)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def test_who_trusts_the_cluster_and_knows_its_secret_needs_a_certificate_of_it(
+    workers: Pair, authority: Authority, security: InternalSecurity, tmp_path: Path
+) -> None:
+    """The other strangers refuse the cluster themselves, as they trust others; these leave it to the cluster."""
+    _, decode = workers
+    trusted = Path(authority.ca_file).read_bytes()
+    own, foreign = (
+        (Path(cert).read_bytes(), Path(key).read_bytes())
+        for cert, key in (
+            authority.issue("another", INTERNAL_NAME),
+            Authority(tmp_path).issue("foreign", INTERNAL_NAME),
+        )
+    )
+    loop = LoopThread()
+    controller = MembershipServer("127.0.0.1", security=security)
+    loop.run(controller.start())
+    given = {"metadata": Internal(security).metadata, "timeout": 10}
+    called = (
+        (decode.address, worker_pb2_grpc.WorkerStub, "GetSteps", worker_pb2.GetStepsRequest()),
+        (decode.address, worker_pb2_grpc.WorkerStub, "Session", iter(())),
+        (decode.address, kv_pb2_grpc.KvStub, "Push", iter(())),
+        (controller.address, membership_pb2_grpc.MembershipStub, "Register", iter(())),
+        (controller.address, membership_pb2_grpc.MembershipStub, "Watch", membership_pb2.WatchRequest()),
+        (controller.address, routers_pb2_grpc.RoutersStub, "Register", iter(())),
+        (controller.address, routers_pb2_grpc.RoutersStub, "Claim", routers_pb2.ClaimRequest()),
+        (controller.address, routers_pb2_grpc.RoutersStub, "Renew", routers_pb2.RenewClaimsRequest()),
+        (controller.address, routers_pb2_grpc.RoutersStub, "Release", routers_pb2.ReleaseClaimRequest()),
+    )
+    try:
+        for shown, welcome in (
+            (Pem(authorities=trusted), False),
+            (Pem(*foreign, trusted), False),
+            (Pem(*own, trusted), True),
+        ):
+            for address, stub, method, argument in called:
+                credentials = channel_credentials(shown)
+                with grpc.secure_channel(address, credentials, ((NAME_OVERRIDE, INTERNAL_NAME),)) as channel:
+                    code = code_of(partial(getattr(stub(channel), method), argument, **given))
+                assert (code is not grpc.StatusCode.UNAVAILABLE) == welcome, (address, stub, method, code)
+    finally:
+        loop.run(controller.stop())
+        loop.close()
 
 
 def test_a_worker_without_the_secret_cannot_join(model: Path) -> None:
