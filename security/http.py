@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import ssl
+from typing import Any
 
 from pdcore.security import PublicTls
 from security.files import Renewing
@@ -17,22 +18,33 @@ def server_context(tls: PublicTls, files: Renewing) -> ssl.SSLContext:
     Args:
         files: of `tls`; see `security.credentials.public_files`.
     """
-    newest, version = _context(tls), files.version
+    return _Renewed(tls, files)
 
-    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called in each handshake."""
-        nonlocal newest, version
-        files.current()
-        if files.version != version:
+
+class _Renewed(ssl.SSLContext):
+    """Every connection is one of a context that was made from the newest files.
+
+    To give a connection another context in its handshake (by `sni_callback`) would be too late: whoever has a session
+    of before resumes it, and shows no certificate. Sessions end with the context that they began with.
+    """
+
+    def __new__(cls, tls: PublicTls, files: Renewing) -> _Renewed:
+        return super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+
+    def __init__(self, tls: PublicTls, files: Renewing) -> None:
+        self._tls = tls
+        self._files = files
+        self._newest, self._version = _context(tls), files.version
+
+    def wrap_bio(self, *arguments: Any, **named: Any) -> ssl.SSLObject:
+        """What event loops call for each connection."""
+        self._files.current()
+        if self._files.version != self._version:
             try:
-                newest, version = _context(tls), files.version
+                self._newest, self._version = _context(self._tls), self._files.version
             except (OSError, ValueError) as error:  # they have changed again since they were checked
                 logger.error("new certificates of HTTP are not used yet: %s", error)
-        connection.context = newest
-
-    listening = _context(tls)
-    listening.sni_callback = renew
-    return listening
+        return self._newest.wrap_bio(*arguments, **named)
 
 
 def _context(tls: PublicTls) -> ssl.SSLContext:

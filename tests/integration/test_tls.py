@@ -316,37 +316,3 @@ async def test_renewed_certificates_are_used_without_a_restart(model: Path, tmp_
             await cluster.replace(NullWorker("d0", Role.DECODE, security=security))
             await cluster.connected()
             await client.complete("x", FOUR)
-
-
-async def test_another_authority_of_clients_counts_from_the_next_connection_on(model: Path, tmp_path: Path) -> None:
-    """Over gRPC and HTTP: whoever has a certificate of the old one is out, and of the new one in."""
-    server, old, new = (Authority(tmp_path / name) for name in ("server", "old", "new"))
-    clients = tmp_path / "clients.crt"
-    shutil.copy(old.ca_file, clients)
-    public = replace(server.public(), client_ca_file=str(clients))
-    before, after = (replace(authority.client(), ca_file=server.ca_file) for authority in (old, new))
-
-    async def let_in(tls: ClientTls) -> list[bool]:
-        """By gRPC, and by HTTP."""
-        found = [True, True]
-        async with AsyncClient(cluster.router.address, tls=tls) as client:
-            try:
-                await client.complete("x", FOUR, timeout_s=5.0)
-            except Unavailable:
-                found[0] = False
-        try:
-            await health(cluster.router.http_address, tls)
-        except httpx.TransportError:
-            found[1] = False
-        return found
-
-    async with NullCluster(model, pair(), tls=public, client_tls=before, http_port=0) as cluster:
-        assert [await let_in(tls) for tls in (before, after)] == [[True, True], [False, False]]
-        shutil.copy(new.ca_file, clients)
-        await asyncio.sleep(1.1)  # files are looked at once a second
-        nobody = ClientTls(server.ca_file)
-        assert [await let_in(tls) for tls in (before, after, nobody)] == [
-            [False, False],
-            [True, True],
-            [False, False],
-        ]
