@@ -7,7 +7,9 @@
 Without `--target` null workers generate, and the router is alone in its process: they compute nothing, so the numbers
 are those of the interface. GuideLLM sends chats with synthetic prompts and streams the answers; what it has measured
 is compared with what `/metrics` has counted meanwhile. Its times have the way to the client and its own event loop in
-them, the router's have not. Ends with status 1 where the two disagree by more than that explains.
+them, the router's have not. Ends with status 1 where the two disagree by more than that explains: counts must be the
+same, times between tokens within 5 %; first tokens and whole answers at most 30 ms and 5 % later at the client, and
+no more than 5 % earlier.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from engine.model_store import resolve_model
 RUN_S = 600.0
 SCRAPE_S = 10.0
 ERROR = 0.05
-"""Of means, as a share."""
+"""Of means, as a share of the router's."""
+WAY_MS = 30.0
+"""From the router to where GuideLLM looks, and back: twice what eight streams were seen to need on two cores."""
 
 
 @dataclass(frozen=True)
@@ -49,28 +53,39 @@ class Numbers:
 
 
 class Scrape:
-    """What the router has counted so far."""
+    """What the router has counted so far. `text`: of its metrics."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, text: str) -> None:
+        families = list(text_string_to_metric_families(text))
+        self._families = {family.name for family in families}
+        self._samples = [sample for family in families for sample in family.samples]
+
+    @classmethod
+    def of(cls, target: str) -> Scrape:
         with urllib.request.urlopen(f"{target}/metrics", timeout=SCRAPE_S) as reply:
-            text = reply.read().decode()
-        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+            return cls(reply.read().decode())
 
-    def total(self, name: str) -> float:
-        """Over all labels."""
-        return float(sum(sample.value for sample in self._samples if sample.name == name))
+    def total(self, family: str, suffix: str) -> float:
+        """Over all labels; 0 for a counter that has not counted yet. SystemExit if there is no such metric."""
+        if family not in self._families:
+            raise SystemExit(f"the router has no metric {family}: it is another version than this benchmark")
+        return float(sum(sample.value for sample in self._samples if sample.name == family + suffix))
 
 
 def counted(before: Scrape, after: Scrape) -> Numbers:
-    def grown(name: str) -> float:
-        return after.total(name) - before.total(name)
+    """What came between the two. SystemExit if a metric is not there, or has counted nothing."""
 
-    def mean_ms(name: str) -> float:
-        return 1000 * grown(f"{name}_sum") / max(1.0, grown(f"{name}_count"))
+    def grown(family: str, suffix: str = "_total") -> float:
+        if more := after.total(family, suffix) - before.total(family, suffix):
+            return more
+        raise SystemExit(f"the router's {family}{suffix} has counted nothing")
+
+    def mean_ms(family: str) -> float:
+        return 1000 * grown(family, "_sum") / grown(family, "_count")
 
     return Numbers(
-        requests=grown("pdserve_requests_total"),
-        output_tokens=grown("pdserve_generated_tokens_total"),
+        requests=grown("pdserve_requests"),
+        output_tokens=grown("pdserve_generated_tokens"),
         ttft_ms=mean_ms("pdserve_time_to_first_token_seconds"),
         itl_ms=mean_ms("pdserve_inter_token_latency_seconds"),
         latency_ms=mean_ms("pdserve_request_latency_seconds"),
@@ -81,18 +96,19 @@ def disagreements(theirs: Numbers, ours: Numbers) -> list[str]:
     """Where the load generator's numbers and the router's cannot both be right, in words.
 
     Counts are the same. Tokens of one stream all come by the same way, so the time between them is the same but for
-    the two ends of each answer. Nothing reaches a client before it was written.
+    the two ends of each answer. Nothing reaches a client before it was written, nor much later.
     """
     found = []
     for name in ("requests", "output_tokens"):
         if getattr(theirs, name) != getattr(ours, name):
             found.append(f"{name}: {getattr(theirs, name):g} and {getattr(ours, name):g}")
-    if abs(theirs.itl_ms - ours.itl_ms) > ERROR * theirs.itl_ms:
-        found.append(f"itl_ms: {theirs.itl_ms:.2f} and {ours.itl_ms:.2f} differ by more than {ERROR:.0%}")
-    for name in ("ttft_ms", "latency_ms"):
-        if getattr(ours, name) > (1 + ERROR) * getattr(theirs, name):
+    for name, way_ms in (("ttft_ms", WAY_MS), ("itl_ms", 0.0), ("latency_ms", WAY_MS)):
+        client, router = getattr(theirs, name), getattr(ours, name)
+        least, most = (1 - ERROR) * router, (1 + ERROR) * router + way_ms
+        if not least <= client <= most:
             found.append(
-                f"{name}: {getattr(theirs, name):.2f} at the client, {getattr(ours, name):.2f} in the router"
+                f"{name}: {client:.2f} at the client, {router:.2f} in the router, "
+                f"which explains {least:.2f} to {most:.2f}"
             )
     return found
 
@@ -157,14 +173,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model_path = resolve_model(args.model).path
     if args.target:
         target = args.target.rstrip("/")
-        before = Scrape(target)
+        before = Scrape.of(target)
         theirs = guidellm(args, target, model_path)
-        ours = counted(before, Scrape(target))
+        ours = counted(before, Scrape.of(target))
     else:
         with null_cluster(model_path, args.step_ms / 1000) as target:
-            before = Scrape(target)
+            before = Scrape.of(target)
             theirs = guidellm(args, target, model_path)
-            ours = counted(before, Scrape(target))
+            ours = counted(before, Scrape.of(target))
     print(f"{'':14}{'guidellm':>12}{'router':>12}")
     for name, value in asdict(theirs).items():
         print(f"{name:14}{value:12,.2f}{getattr(ours, name):12,.2f}")

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
 
 from benchmarks import api, clients, router
+from pdcore.types import PriorityClass
+from router.metrics import CallMetrics
 
 
 def test_both_faces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,24 +35,81 @@ def test_relayed_tokens(tmp_path: Path) -> None:
     assert measured["late"]["median"] > 0
 
 
+OURS = clients.Numbers(requests=10, output_tokens=640, ttft_ms=50.0, itl_ms=20.0, latency_ms=800.0)
+
+
 @pytest.mark.parametrize(
     ("changed", "word"),
     [
         ({}, ""),
-        ({"ttft_ms": 80.0, "latency_ms": 900.0}, ""),  # the way to the client, and its own loop
         ({"requests": 9.0}, "requests"),
+        ({"requests": 11.0}, "requests"),
         ({"output_tokens": 639.0}, "output_tokens"),
-        ({"itl_ms": 22.0}, "itl_ms"),
-        ({"ttft_ms": 40.0}, "ttft_ms"),
-        ({"latency_ms": 600.0}, "latency_ms"),
+        ({"output_tokens": 641.0}, "output_tokens"),
+        # Either side of 5 %, and of the way to the client.
+        ({"itl_ms": 19.1}, ""),
+        ({"itl_ms": 18.9}, "itl_ms"),
+        ({"itl_ms": 20.9}, ""),
+        ({"itl_ms": 21.1}, "itl_ms"),
+        ({"ttft_ms": 47.6}, ""),
+        ({"ttft_ms": 47.4}, "ttft_ms"),
+        ({"ttft_ms": 82.4}, ""),
+        ({"ttft_ms": 82.6}, "ttft_ms"),
+        ({"latency_ms": 761.0}, ""),
+        ({"latency_ms": 759.0}, "latency_ms"),
+        ({"latency_ms": 869.0}, ""),
+        ({"latency_ms": 871.0}, "latency_ms"),
+        ({"ttft_ms": 5000.0}, "ttft_ms"),
+        ({"latency_ms": 80_000.0}, "latency_ms"),
+        ({"ttft_ms": math.nan}, "ttft_ms"),
     ],
 )
 def test_numbers_of_a_load_generator_agree_or_not(changed: dict[str, float], word: str) -> None:
-    ours = clients.Numbers(requests=10, output_tokens=640, ttft_ms=50.0, itl_ms=20.0, latency_ms=800.0)
-    theirs = clients.Numbers(**{**vars_of(ours), **changed})
-    found = clients.disagreements(theirs, ours)
+    found = clients.disagreements(replace(OURS, **changed), OURS)
     assert [line.partition(":")[0] for line in found] == ([word] if word else [])
 
 
-def vars_of(numbers: clients.Numbers) -> dict[str, float]:
-    return {name: getattr(numbers, name) for name in clients.Numbers.__dataclass_fields__}
+def test_a_router_that_counts_nothing_agrees_with_nobody() -> None:
+    theirs = clients.Numbers(10, 640, 5000, 20, 80_000)
+    found = clients.disagreements(theirs, clients.Numbers(10, 640, 0, 20, 0))
+    assert [line.partition(":")[0] for line in found] == ["ttft_ms", "latency_ms"]
+
+
+def scraped(metrics: CallMetrics) -> str:
+    """As a router writes what it has counted."""
+    return generate_latest(SimpleNamespace(collect=metrics.families)).decode()  # type: ignore[arg-type]
+
+
+def test_the_routers_numbers_are_those_of_its_metrics() -> None:
+    """Of what came between two looks; a metric that is not there, or stands still, is an error and no 0."""
+    metrics = CallMetrics()
+    fresh = scraped(metrics)
+
+    def count(ttft_s: float, itl_s: float) -> None:
+        for priority in (PriorityClass.INTERACTIVE, PriorityClass.BATCH):
+            metrics.written(priority, ttft_s, 1, first=True)
+            metrics.written(priority, 3 * itl_s, 3, first=False)
+            metrics.latency[priority].add(ttft_s + 3 * itl_s)
+            metrics.ends[priority.name, "length"] += 1
+            metrics.tokens[priority.name] += 4
+
+    count(9.0, 9.0)
+    before = scraped(metrics)
+    count(0.05, 0.02)
+    after = scraped(metrics)
+    numbers = clients.counted(clients.Scrape(before), clients.Scrape(after))
+    assert astuple(numbers) == pytest.approx((2, 8, 50.0, 20.0, 110.0))
+    first = clients.counted(clients.Scrape(fresh), clients.Scrape(before))
+    assert astuple(first) == pytest.approx((2, 8, 9000.0, 9000.0, 36_000.0))
+    for name in (
+        "pdserve_requests",
+        "pdserve_generated_tokens",
+        "pdserve_time_to_first_token_seconds",
+        "pdserve_inter_token_latency_seconds",
+        "pdserve_request_latency_seconds",
+    ):
+        other = after.replace(name, "pdserve_another")
+        with pytest.raises(SystemExit, match=f"no metric {name}"):
+            clients.counted(clients.Scrape(before), clients.Scrape(other))
+    with pytest.raises(SystemExit, match="has counted nothing"):
+        clients.counted(clients.Scrape(after), clients.Scrape(after))
