@@ -22,7 +22,7 @@ import json
 import struct
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import cast
@@ -212,6 +212,12 @@ async def _run(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def verdict(ttft_ms: Mapping[str, Mapping[str, float]]) -> str:
+    """What HTTP adds to the median time to first token, and whether that is as wanted, in words."""
+    added = ttft_ms["http"]["median"] - ttft_ms["grpc"]["median"]
+    return f"http adds {added:.2f} ms to the median, {'within' if added <= WANTED_MS else 'above'} {WANTED_MS:g} ms"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer it is")
@@ -228,8 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     assert isinstance(streamed, dict)
     for face, ms in ttft.items():
         print(f"{face}: first token after {shown(ms)}")
-    added = ttft["http"]["median"] - ttft["grpc"]["median"]
-    print(f"http adds {added:.2f} ms to the median, {'within' if added <= WANTED_MS else 'above'} {WANTED_MS:g} ms")
+    print(verdict(ttft))
     for face, many in streamed.items():
         print(
             f"{face}: {many['tokens_per_s']:,.0f} tokens/s over {args.connections} connections, "

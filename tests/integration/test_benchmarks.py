@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from dataclasses import astuple, replace
@@ -25,6 +26,46 @@ def test_both_faces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert measured["ttft_ms"][face]["median"] > 0
         assert 1 <= measured["streamed"][face]["tokens_per_message"] <= 8
     assert "http adds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("grpc_ms", "http_ms", "words"),
+    [
+        (6.8, 7.79, "adds 0.99 ms to the median, within 1 ms"),
+        (6.8, 7.81, "adds 1.01 ms to the median, above 1 ms"),
+        (6.8, 5.8, "adds -1.00 ms to the median, within 1 ms"),
+        (6.8, 500.0, "adds 493.20 ms to the median, above 1 ms"),
+    ],
+)
+def test_what_http_may_add(grpc_ms: float, http_ms: float, words: str) -> None:
+    """Medians count, whatever the others are."""
+    times = {"grpc": {"median": grpc_ms, "p99": 90.0}, "http": {"median": http_ms, "p99": 9.0}}
+    assert api.verdict(times) == f"http {words}"
+
+
+def test_a_first_token_counts_from_when_it_was_asked_for() -> None:
+    answer = api.Answer(sent=7.0, came=[(7.5, b"HTTP/1.1 200 OK\r\n\r\n"), (8.0, b'data: {"'), (9.0, b"data: {")])
+    assert answer.first_token_s() == 1.0
+    assert answer.messages() == (2, 15)
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("http", "grpc"), ("grpc", "http")])
+def test_a_face_that_is_slow_is_seen_to_be(
+    slow: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that comes by it is taken 0.2 s later."""
+    client, name = {"http": (api.Answer, "data_received"), "grpc": (api.BareCalls, "_take")}[slow]
+    take = getattr(client, name)
+
+    def late(self: object, came: object) -> None:
+        asyncio.get_running_loop().call_later(0.2, take, self, came)
+
+    monkeypatch.setattr(client, name, late)
+    monkeypatch.setattr(api, "WARM_UP", 1)
+    figures = tmp_path / "api.json"
+    api.main(["--requests=5", "--connections=1", "--output=1", f"--json={figures}"])
+    ms = {face: times["median"] for face, times in json.loads(figures.read_text())["ttft_ms"].items()}
+    assert 150 <= ms[slow] - ms[fast] <= 700
 
 
 def test_relayed_tokens(tmp_path: Path) -> None:
