@@ -258,15 +258,30 @@ def http_part(description: Mapping[str, Any]) -> Iterator[str]:
 
 
 def field_words(schema: Mapping[str, Any]) -> str:
-    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     parts = [schema.get("description", "")]
-    for kind in (schema, *schema.get("anyOf", ())):
-        said = " and ".join(f"{sign} {kind[key]}" for key, sign in bounds.items() if key in kind)
+    forms = [form for form in schema.get("anyOf", ({},)) if form.get("type") != "null"]
+    # What is said of the whole field counts for each of its forms.
+    for said in dict.fromkeys(range_of(schema, form) for form in forms):
         if said:
             parts.append(f"({said})")
     if schema.get("default") is not None:
         parts.append(f"Default: `{json.dumps(schema['default'])}`.")
     return " ".join(part for part in parts if part)
+
+
+def range_of(*schemas: Mapping[str, Any]) -> str:
+    """What a number has to be that suits all of them, in words; empty if it may be any."""
+    bounds = (
+        ("minimum", ">=", max),
+        ("exclusiveMinimum", ">", max),
+        ("maximum", "<=", min),
+        ("exclusiveMaximum", "<", min),
+    )
+    said = []
+    for key, sign, tightest in bounds:
+        if values := [schema[key] for schema in schemas if key in schema]:
+            said.append(f"{sign} {tightest(values)}")
+    return " and ".join(said)
 
 
 def kind_of(schema: Mapping[str, Any]) -> str:
