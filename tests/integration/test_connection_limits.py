@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
 
+from pdcore.config import RouterConfig
 from pdcore.errors import InvalidRequest
 from protos import generation_pb2, generation_pb2_grpc
+from router import json_size, tensors
 from router.client import AsyncClient, Sampling
+from router.openai import connection, exchange
+from router.openai import handshakes as handshakes_of_http
+from router.openai.plan import MAX_COPIED_BYTES
 from tests.support.null_cluster import NullCluster, pair, until
+from tests.support.processes import REPOSITORY
 from tests.support.tiny_model import tiny_llama
 
 ALONE = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own
@@ -99,3 +106,48 @@ async def test_headers_and_prompts_have_a_largest_size(model: Path) -> None:
                 assert invalid.value.field == field
             with pytest.raises(InvalidRequest, match="the 100 that this cluster takes"):
                 await client.tokenize("x" * 101)
+
+
+async def test_what_is_said_of_http_connections_is_so(model: Path) -> None:
+    """The other tests run with shorter times; this one holds the real ones to the documents."""
+    said = " ".join((REPOSITORY / "docs" / "openai.md").read_text().split())
+    (head_kib,) = re.findall(r"heads (\d+) KiB", said)
+    (head,) = re.findall(r"head must come within (\d+) s", said)
+    (body,) = re.findall(r"body without a pause of (\d+) s", said)
+    (idle,) = re.findall(r"An idle connection ends after (\d+) s", said)
+    (handshake,) = re.findall(r"must be encrypted within (\d+) s", said)
+    (handshakes,) = re.findall(r"While (\d+) are not yet", said)
+    assert int(head_kib) << 10 == connection.MAX_HEAD_BYTES
+    assert (int(head), int(body)) == (connection.HEAD_S, exchange.BODY_S)
+    assert (int(handshake), int(handshakes)) == (handshakes_of_http.HANDSHAKE_S, handshakes_of_http.MAX_HANDSHAKES)
+    assert "once it has had half a second" in said
+    assert handshakes_of_http.LEAST_S == 0.5
+    async with NullCluster(model, [], http_port=0) as cluster:
+        made = cluster.router._http._server.config  # type: ignore[union-attr]
+    assert made.timeout_keep_alive == int(idle)
+
+
+def test_what_is_said_of_limits_is_so() -> None:
+    text = (REPOSITORY / "docs" / "security.md").read_text()
+    table = text.partition("\n## Limits\n")[2].partition("\n## ")[0].replace(",", "")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    said = {key.strip("`").removeprefix("router."): [default, beyond] for key, default, beyond in rows[1:]}
+    unit = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+    ours = RouterConfig("r", "/model", "m", "127.0.0.1:1")
+    keys = {key for key in said if hasattr(ours, key)}
+    assert keys >= {"max_message_bytes", "max_prompt_bytes", "max_metadata_bytes", "max_streams_per_connection"}
+    assert keys >= {"max_connections", "max_calls"}
+    for key in keys:
+        (number, of) = re.findall(r"^(\d+) ?(KiB|MiB|)", said[key][0])[0]
+        assert getattr(ours, key) == int(number) * unit[of], key
+    (of_headers,) = re.findall(r"of HTTP's headers (\d+) KiB 431", said["max_metadata_bytes"][1])
+    assert int(of_headers) << 10 == connection.MAX_HEAD_BYTES
+
+    def numbers(start: str) -> list[int]:
+        (default,) = (default for key, (default, _) in said.items() if key.startswith(start))
+        return [int(number) for number in re.findall(r"\d+", default)]
+
+    assert numbers("of JSON in a request") == [json_size.MAX_PARTS, json_size.MAX_VALUES]
+    assert numbers("of tensors") == [tensors.MAX_TENSORS, tensors.MAX_DIMENSIONS, tensors.MAX_ELEMENTS]
+    assert numbers("of what several prompts")[0] << 20 == MAX_COPIED_BYTES
+    assert numbers("of TLS handshakes") == [handshakes_of_http.HANDSHAKE_S, handshakes_of_http.MAX_HANDSHAKES]
