@@ -436,6 +436,10 @@ class RouterSection(Section):
     max_calls: PositiveInt = Field(
         default=_ROUTER.max_calls, description="gRPC calls at a time, of all connections; more are refused"
     )
+    log_prompts: bool = Field(
+        default=_ROUTER.log_prompts,
+        description="write the prompt of each request to the router's log, where whoever reads logs can read it",
+    )
     claim_ttl_s: PositiveFloat | None = Field(
         default=None,
         description="seconds after which an idempotency key is free again if its router is not heard of; default: "

@@ -461,6 +461,7 @@ class RouterConfig:
         max_metadata_bytes: of one call's headers.
         max_streams_per_connection, max_connections, max_calls: of gRPC, at one time; calls beyond `max_calls` are
             refused, those of a connection beyond its streams wait at the client.
+        log_prompts: write the prompt of each request to the log.
     """
 
     router_id: str
@@ -503,6 +504,7 @@ class RouterConfig:
     max_streams_per_connection: int = 1024
     max_connections: int = 4096
     max_calls: int = 16384
+    log_prompts: bool = False
 
     def __post_init__(self) -> None:
         allowed = ", ".join(TOOL_CALL_PARSERS)

@@ -7,6 +7,7 @@ say all that a request can say.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -196,7 +197,15 @@ class Calls:
             )
             for _ in range(checked.samples)
         ]
+        if self._config.log_prompts:
+            await self._log_prompt(checked)
         return checked, texts
+
+    async def _log_prompt(self, request: GenerationRequest) -> None:
+        """As its model gets it, but for special tokens; in quotes, so that a line of it is none of the log's."""
+        text = json.dumps(await self.text_model.detokenize(request.prompt), ensure_ascii=False)
+        request_id = request.request_id
+        logger.info("request %s: its prompt is %s", request_id, text, extra={"request_id": request_id})
 
     async def _run(self, call: Call, sink: Sink) -> None:
         self._running.add(call)

@@ -3,6 +3,7 @@ of ours says that stumbles over them."""
 
 from __future__ import annotations
 
+import json
 import logging
 import traceback
 from dataclasses import replace
@@ -114,6 +115,26 @@ async def test_the_router(model: Path, log: pytest.LogCaptureFixture, monkeypatc
     assert_bugs_are_found(log, "broken", ValueError, 1)
     assert_bugs_are_found(log, "<lambda>", ValueError, 1)
     assert_silent(log)
+
+
+async def test_prompts_are_logged_if_that_is_asked_for(model: Path, log: pytest.LogCaptureFixture) -> None:
+    """Once each, and nothing else of a request: no answer, and no prompt that was refused."""
+    async with NullCluster(model, pair(), http_port=0, log_prompts=True) as cluster:
+        client, url = cluster.client, f"http://{cluster.router.http_address}/v1"
+        said = await client.detokenize(IDS)
+        await client.samples(f'{MARKER}\nrequest "one"', Sampling(max_tokens=3, n=2), request_id="text")
+        await client.complete(IDS, Sampling(max_tokens=3), request_id="ids")
+        with pytest.raises(InvalidRequest):
+            await client.complete(MARKER, Sampling(temperature=9), request_id="refused")
+        async with httpx.AsyncClient() as http:
+            body = {"model": "null", "prompt": MARKER, "max_tokens": 2, "request_id": "http"}
+            assert (await http.post(f"{url}/completions", json=body)).status_code == 200
+    shown = {getattr(record, "request_id", ""): record for record in log.records if "prompt is" in record.message}
+    assert list(shown) == ["text", "ids", "http"]
+    assert all(record.levelno == logging.INFO for record in shown.values())
+    assert shown["text"].message == f'request text: its prompt is "{MARKER}\\nrequest \\"one\\""'
+    assert shown["ids"].message == f"request ids: its prompt is {json.dumps(said, ensure_ascii=False)}"
+    assert log.text.count(MARKER) == 2
 
 
 async def test_the_other_faces_of_a_router(
