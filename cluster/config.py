@@ -244,6 +244,7 @@ class ClusterConfig(Section):
             max_streams_per_connection=section.max_streams_per_connection,
             max_connections=section.max_connections,
             max_calls=section.max_calls,
+            log_level=section.log_level,
             log_prompts=section.log_prompts,
         )
 

@@ -436,9 +436,13 @@ class RouterSection(Section):
     max_calls: PositiveInt = Field(
         default=_ROUTER.max_calls, description="gRPC calls at a time, of all connections; more are refused"
     )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning",
+        description="what the routers write to standard error; info: each request that fails too, with its id",
+    )
     log_prompts: bool = Field(
         default=_ROUTER.log_prompts,
-        description="write the prompt of each request to the router's log, where whoever reads logs can read it",
+        description="write the prompt of each request to the routers' log, where whoever reads logs can read it",
     )
     claim_ttl_s: PositiveFloat | None = Field(
         default=None,

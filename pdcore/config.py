@@ -45,6 +45,7 @@ ROUTING_POLICIES = ("cost", "least_loaded", "power_of_two", "prefix_affinity", "
 """Ways to choose among workers; `router.ranking` describes them."""
 DISAGGREGATE_CHOICES = (AUTO, "always")
 """What `router.disaggregate` may be; `router.policy` describes them."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 TOOL_CALL_PARSERS = (
     AUTO,
     "hermes",
@@ -461,7 +462,8 @@ class RouterConfig:
         max_metadata_bytes: of one call's headers.
         max_streams_per_connection, max_connections, max_calls: of gRPC, at one time; calls beyond `max_calls` are
             refused, those of a connection beyond its streams wait at the client.
-        log_prompts: write the prompt of each request to the log.
+        log_level: debug, info (each request that fails, with its id), warning or error.
+        log_prompts: write the prompt of each request to the log, whatever its level is.
     """
 
     router_id: str
@@ -504,6 +506,7 @@ class RouterConfig:
     max_streams_per_connection: int = 1024
     max_connections: int = 4096
     max_calls: int = 16384
+    log_level: str = "info"
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -533,6 +536,7 @@ class RouterConfig:
             self.max_metadata_bytes,
             "1024 to 1048576",
         )
+        _require(self.log_level in LOG_LEVELS, "router.log_level", self.log_level, ", ".join(LOG_LEVELS))
         allowed = ", ".join(DISAGGREGATE_CHOICES)
         _require(self.disaggregate in DISAGGREGATE_CHOICES, "router.disaggregate", self.disaggregate, allowed)
         _require(self.policy in ROUTING_POLICIES, "router.policy", self.policy, ", ".join(ROUTING_POLICIES))

@@ -24,6 +24,7 @@ from router.claims import Claim, Claims
 from router.dispatcher import Dispatcher, RunningRequest
 from router.load_meter import Pacer
 from router.logit_validation import check_token_ids
+from router.logs import PROMPTS
 from router.metrics import CallMetrics
 from router.pacing import pause
 from router.prompt_size import check_detokenize_size, check_prompt_size
@@ -42,6 +43,7 @@ from router.validation import (
 )
 
 logger = logging.getLogger(__name__)
+_prompts = logging.getLogger(PROMPTS)
 
 
 class ClientGone(Exception):
@@ -205,7 +207,7 @@ class Calls:
         """As its model gets it, but for special tokens; in quotes, so that a line of it is none of the log's."""
         text = json.dumps(await self.text_model.detokenize(request.prompt), ensure_ascii=False)
         request_id = request.request_id
-        logger.info("request %s: its prompt is %s", request_id, text, extra={"request_id": request_id})
+        _prompts.info("request %s: its prompt is %s", request_id, text, extra={"request_id": request_id})
 
     async def _run(self, call: Call, sink: Sink) -> None:
         self._running.add(call)

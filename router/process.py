@@ -18,6 +18,7 @@ import uvloop
 from pdcore.config import RouterConfig
 from pdcore.config_json import from_json, load_json
 from pdcore.errors import PdserveError
+from router.logs import set_levels
 from router.service import RouterServer
 from security.secret import with_secret_of
 
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             config = from_json(RouterConfig, sys.stdin.readline())
         else:
             config = load_json(RouterConfig, Path(arguments[0]))
+        set_levels(config.log_level, prompts=config.log_prompts)
         config = replace(config, security=with_secret_of(config.security, os.environ))
         # A message costs less of the processor on it than on asyncio's own; Ray takes it for workers as well.
         return uvloop.run(_serve(config, from_parent))

@@ -20,7 +20,7 @@ from cluster.child_process import ChildProcess
 from cluster.reports import unfailing
 from cluster.routers import RouterInfo, RouterProcesses
 from pdcore.config import RouterConfig
-from pdcore.errors import PdserveError, Unavailable
+from pdcore.errors import InvalidRequest, PdserveError, Unavailable
 from pdcore.types import Role
 from protos import admin_pb2, admin_pb2_grpc, routers_pb2, routers_pb2_grpc
 from router.client import AsyncClient, Client, Sampling
@@ -226,6 +226,24 @@ async def test_a_router_that_is_killed_comes_back_and_its_keys_are_free(model: P
             for n in range(4):
                 assert (await any_of_both.complete([n], Sampling(max_tokens=9))).token_ids == expected([n], 9)
         assert await routers.drain(30.0)
+
+
+@pytest.mark.parametrize("level", ["warning", "info"])
+async def test_the_log_of_a_process_has_what_is_asked_for(
+    model: Path, capfd: pytest.CaptureFixture[str], level: str
+) -> None:
+    worker = NullWorker("aggregated-0", Role.AGGREGATED)
+    async with (
+        RouterFleet(model, [worker], count=0, log_level=level, log_prompts=True) as fleet,
+        processes(fleet, 1) as (routers, _),
+        AsyncClient(routers.addresses) as client,
+    ):
+        await client.complete("a prompt", Sampling(max_tokens=2), request_id="good")
+        with pytest.raises(InvalidRequest):
+            await client.complete([2], Sampling(temperature=9), request_id="bad")
+    log = capfd.readouterr().err
+    assert log.count('request good: its prompt is "') == 1, "whatever the level is"
+    assert ("request bad fails: INVALID_REQUEST" in log) == (level == "info")
 
 
 async def test_a_client_of_both_goes_on_at_the_other_with_its_key(model: Path) -> None:

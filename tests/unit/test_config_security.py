@@ -64,7 +64,7 @@ def test_files_reach_routers_and_workers(tmp_path: Path) -> None:
         "tls:\n  public: {cert_file: p.crt, key_file: p.key, client_ca_file: c.crt}\n"
         "  internal: {cert_file: i.crt, key_file: i.key, ca_file: ca.crt}\n"
         "secret_file: s\nrouter: {host: 0.0.0.0, max_prompt_bytes: 1MiB, max_metadata_bytes: 2KiB, "
-        "max_streams_per_connection: 3, max_connections: 4, max_calls: 5, log_prompts: true}\n"
+        "max_streams_per_connection: 3, max_connections: 4, max_calls: 5, log_level: error,\n  log_prompts: true}\n"
         "ray: {worker_host: 10.0.0.1}\n"
         "transfer: {transport: collective, allow_plaintext_kv: true}\n"
         "prefill: {num_blocks: 1}\ndecode: {num_blocks: 1}\n"
@@ -76,7 +76,7 @@ def test_files_reach_routers_and_workers(tmp_path: Path) -> None:
     assert made.security == InternalSecurity(TLS, "s")
     assert (made.max_prompt_bytes, made.max_metadata_bytes) == (1 << 20, 2048)
     assert (made.max_streams_per_connection, made.max_connections, made.max_calls) == (3, 4, 5)
-    assert made.log_prompts
+    assert (made.log_level, made.log_prompts) == ("error", True)
     assert not load_config(None).router_config(model_path=tmp_path, served_name="m", controller="c").log_prompts
     workers = config.worker_configs(model_path=tmp_path, served_name="m", controller="c", host="10.0.0.1", cores=None)
     assert {w.security for w in workers} == {InternalSecurity(TLS, "s")}
