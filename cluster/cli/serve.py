@@ -21,7 +21,6 @@ from cluster.descendants import kill_descendants
 from cluster.ray_environment import prepare_environment
 from pdcore.addresses import grpc_address, http_address
 from pdcore.errors import ConfigError, PdserveError
-from router.logs import set_levels
 
 _DEFAULTS = ClusterConfig()
 
@@ -124,6 +123,8 @@ def serve(
         typer.echo(to_yaml(settings), nl=False)
         return
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    from router.logs import set_levels  # no command needs a router, but those that run one
+
     set_levels(settings.router.log_level, prompts=settings.router.log_prompts)
     try:
         code = uvloop.run(_serve(settings))
