@@ -40,7 +40,7 @@ class _Answer:
     def add(self, place: int, chunk: Chunk) -> None:
         self.texts[place] += chunk.text
         self.tokens[place] += len(chunk.token_ids)
-        if chunk.end is not None:
+        if chunk.end is not None and chunk.end.outcome.error is None:  # an error is told by itself
             self.finished[place] = _FINISH[chunk.end.outcome.finish]
 
 
@@ -109,7 +109,7 @@ class Inference:
     async def take(self, number: int, sample: int, chunk: Chunk) -> None:
         """There is more of a text's sample."""
         place = number * self._asked.samples + sample
-        self._left -= chunk.end is not None
+        self._left -= chunk.end is not None and chunk.end.outcome.error is None
         if not self._asked.stream or self._send is None:
             self._whole.add(place, chunk)
             return
