@@ -123,7 +123,7 @@ class ChatMessage(google.protobuf.message.Message):
     """role "tool": the call whose result it is; at most 128 characters"""
     @property
     def tool_calls(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """role "assistant": the calls it made; at most 128"""
+        """role "assistant": the calls it made; at most 128, and in a chat no more than the context has tokens"""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class ToolChoice(google.protobuf.message.Message):
     mode: Global___ToolChoiceMode.ValueType
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """only these tools; empty: all"""
+        """only these tools, at most 128; empty: all"""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from pdcore.errors import InvalidRequest
 from protos import generation_pb2
 from router.chat_template import Arguments, ChatTemplate, Conversation
 from router.json_size import check_json_size
+from router.tools.grammar import HALVES, encodable
 from router.tools.tool import Choice, Tool, ToolUse
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -60,12 +61,7 @@ def read_chat(
             "this model's tokenizer has no chat template, nor is there a router.chat_template: write the messages "
             "into prompt or token_ids",
         )
-    if not chat.messages:
-        raise InvalidRequest("chat.messages", "must have at least one message")
-    if len(chat.messages) > max_messages:  # each is one token at least
-        raise InvalidRequest(
-            "chat.messages", f"must be at most the context of {max_messages} tokens, got {len(chat.messages)}"
-        )
+    _check_counts(chat, max_messages)
     chars = _chars(chat)
     if chars > max_chars:  # before any JSON is read
         raise InvalidRequest("chat", f"{chars} characters cannot fit into the context of {max_messages} tokens")
@@ -88,6 +84,30 @@ def read_chat(
         ),
         use,
     )
+
+
+def _check_counts(chat: generation_pb2.Chat, max_messages: int) -> None:
+    """How many there are of everything, before any of it is looked at: a message has room for millions."""
+    if not chat.messages:
+        raise InvalidRequest("chat.messages", "must have at least one message")
+    if len(chat.messages) > max_messages:  # each is one token at least
+        raise InvalidRequest(
+            "chat.messages", f"must be at most the context of {max_messages} tokens, got {len(chat.messages)}"
+        )
+    calls = 0
+    for index, message in enumerate(chat.messages):
+        _check_count(f"chat.messages[{index}].tool_calls", message.tool_calls, MAX_TOOL_CALLS)
+        calls += len(message.tool_calls)
+    if calls > max_messages:  # each of these, too
+        problem = f"must have at most {max_messages} tool calls together, one for each token of the context"
+        raise InvalidRequest("chat.messages", f"{problem}, got {calls}")
+    _check_count("chat.tools", chat.tools, MAX_TOOLS)
+    _check_count("chat.tool_choice.names", chat.tool_choice.names, MAX_TOOLS)
+
+
+def _check_count(field: str, values: Sized, limit: int) -> None:
+    if len(values) > limit:
+        raise InvalidRequest(field, f"must be at most {limit}, got {len(values)}")
 
 
 def _chars(chat: generation_pb2.Chat) -> int:
@@ -139,8 +159,6 @@ def _tool_calls(field: str, entry: generation_pb2.ChatMessage, template: ChatTem
         raise InvalidRequest(field, "belong to the role assistant")
     if not template.uses_tool_calls:
         raise InvalidRequest(field, "this model's chat template knows of no tool calls")
-    if len(entry.tool_calls) > MAX_TOOL_CALLS:
-        raise InvalidRequest(field, f"must be at most {MAX_TOOL_CALLS}, got {len(entry.tool_calls)}")
     calls = []
     for index, call in enumerate(entry.tool_calls):
         if not call.name:
@@ -172,8 +190,6 @@ def _tool_use(chat: generation_pb2.Chat, template: ChatTemplate) -> ToolUse | No
         return None
     if not template.uses_tools and choice is not Choice.NONE:
         raise InvalidRequest("chat.tools", "this model's chat template knows of no tools, so it would not see them")
-    if len(chat.tools) > MAX_TOOLS:
-        raise InvalidRequest("chat.tools", f"must be at most {MAX_TOOLS}, got {len(chat.tools)}")
     tools = tuple(_tool(index, tool) for index, tool in enumerate(chat.tools))
     names = [tool.name for tool in tools]
     for index, name in enumerate(names):
@@ -238,6 +254,8 @@ def _object(field: str, text: str, max_bytes: int) -> dict[str, Any]:
         raise InvalidRequest(field, "must be a JSON object")
     if _too_deep(value):
         raise _deep(field)
+    if "\\u" in text and not encodable(json.dumps(value, ensure_ascii=False)):
+        raise InvalidRequest(field, HALVES)
     return value
 
 

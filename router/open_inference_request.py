@@ -209,9 +209,9 @@ def _outputs(message: ModelInferRequest, asked: _Asked) -> list[str]:
     for output in message.outputs:
         if output.name not in OUTPUTS:
             raise InvalidRequest("outputs", f"must be among {', '.join(OUTPUTS)}, got {output.name[:64]!r}")
-        unknown = [name for name in output.parameters if name != "binary_data"]
-        if unknown:
-            problem = f"{unknown[0][:64]!r} is not known here"
+        unknown = next((name for name in output.parameters if name != "binary_data"), None)
+        if unknown is not None:
+            problem = f"{unknown[:64]!r} is not known here"
             raise InvalidRequest(f"outputs[{output.name}].parameters", problem)
     wanted = [name for name in OUTPUTS if asked.flag(f"return_{name}", False)]
     return list(dict.fromkeys([*names, *wanted])) if names else [TEXT_OUTPUT, *wanted]

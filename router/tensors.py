@@ -84,9 +84,9 @@ def _tensor(entry: ModelInferRequest.InferInputTensor, raw: bytes | None) -> Ten
     field = f"inputs[{entry.name[:64]}]"
     if entry.datatype not in _TYPES:
         raise InvalidRequest(f"{field}.datatype", f"must be one of {', '.join(_TYPES)}, got {entry.datatype[:32]!r}")
-    unsupported = [name for name in entry.parameters if name != "binary_data_size"]
-    if unsupported:
-        problem = f"{unsupported[0][:64]!r} is not known here: contents come in the message, not by shared memory"
+    unsupported = next((name for name in entry.parameters if name != "binary_data_size"), None)
+    if unsupported is not None:  # the first says it: there may be as many as a message has room for
+        problem = f"{unsupported[:64]!r} is not known here: contents come in the message, not by shared memory"
         raise InvalidRequest(f"{field}.parameters", problem)
     count = _count(entry)
     if raw is not None and entry.HasField("contents"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pdcore.config import CODEC_CHOICES, CODECS
 from pdcore.costs import AUTO
 from pdcore.errors import InvalidRequest, UnknownModel
-from pdcore.structured import StructuredOutput
+from pdcore.structured import MAX_CHOICES, StructuredOutput
 from pdcore.types import MAX_SAMPLES, PriorityClass, SamplingParams
 from protos import generation_pb2
 from protos.convert import structured_from_proto
@@ -135,6 +135,8 @@ async def validate(
         stop_token_ids = _stop_token_ids(sampling, limits.vocab_size)
     with wrong:
         stops = _stops(sampling.stop)
+    with wrong:
+        _check_choices(sampling.structured_output.choice.choices)
     wrong.check()
     logits = await logit_params(sampling, text_model, text_model.defaults, limits.vocab_size)
     chat = _read_chat(message, text_model, limits)
@@ -301,6 +303,13 @@ def _stops(stops: Sequence[str]) -> tuple[str, ...]:
                 f"sampling.stop[{index}]", f"must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}"
             )
     return tuple(stops)
+
+
+def _check_choices(choices: Sequence[str]) -> None:
+    """Before they are copied; what else there is to check, is checked with the other forms of output."""
+    if len(choices) > MAX_CHOICES:
+        problem = f"must be 1 to {MAX_CHOICES} strings, got {len(choices)}"
+        raise InvalidRequest("sampling.structured_output.choice", problem)
 
 
 async def _prompt_tokens(

@@ -21,6 +21,8 @@ _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "
 """Keys of a schema whose value has a schema under each name."""
 _DATA = frozenset(("enum", "const"))
 
+HALVES = "must not have halves of characters"
+
 
 def calls_grammar(
     spelling: Spelling,
@@ -126,11 +128,23 @@ def arguments_schema(tool: Tool) -> str:
 
 
 def json_schema(schema: str) -> str:
-    """A schema for an answer, to be a part of a grammar. Raises ValueError if it is no JSON object."""
+    """A schema for an answer, to be a part of a grammar. Raises ValueError if it is no JSON object, or no UTF-8."""
     parsed = json.loads(schema)
     if not isinstance(parsed, dict):
         raise ValueError("must be a JSON object")
-    return _with_options(dict(_without_notes(parsed)), lenient=False)
+    written = _with_options(dict(_without_notes(parsed)), lenient=False)
+    if not encodable(written):
+        raise ValueError(HALVES)
+    return written
+
+
+def encodable(text: str) -> bool:
+    """Whether a text is one in UTF-8. JSON can spell halves of characters (``\\ud800``), which are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _with_options(schema: dict[str, Any], *, lenient: bool) -> str:

@@ -353,6 +353,26 @@ BAD_CHATS = {
         "chat.tools",
         "cannot be held to their schemas.*uniqueItems",
     ),
+    "half a character in a schema": (
+        chat(tools=[tool(parameters='{"properties": {"x": {"const": "\\ud800"}}}')]),
+        "chat.tools[0].parameters",
+        "halves of characters",
+    ),
+    "half a character beside tools": (
+        raw(
+            chat=generation_pb2.Chat(messages=[USER], tools=[F]),
+            sampling=generation_pb2.Sampling(
+                structured_output=worker_pb2.StructuredOutput(json_schema='{"const": "\\ud800"}')
+            ),
+        ),
+        "sampling.structured_output.json_schema",
+        "halves of characters",
+    ),
+    "half a character in variables": (
+        chat(template_arguments='{"x": "\\ud800"}'),
+        "chat.template_arguments",
+        "halves of characters",
+    ),
     "continued user": (chat(continue_final_message=True), "chat.continue_final_message", "with the role assistant"),
     "variables": (chat(template_arguments="[1]"), "chat.template_arguments", "JSON object"),
     "variable": (chat(template_arguments='{"a b": 1}'), "chat.template_arguments", "'a b' is not the name"),
