@@ -11,7 +11,7 @@ import grpc
 from pdcore.errors import Draining, RequestError
 from protos.open_inference_pb2 import ModelInferRequest, ModelInferResponse, ModelStreamInferResponse
 from router.calls import ClientGone
-from router.guard import bug
+from router.guard import bug, note
 from router.open_inference_answer import FINAL, VERSION, Send
 from router.open_inference_request import parameter
 from router.validation import new_request_id
@@ -98,6 +98,7 @@ class InferStream:
         await self._write(ModelStreamInferResponse(infer_response=response))
 
     async def _fail(self, message: ModelInferRequest, error: RequestError) -> None:
+        note(error)
         response = ModelInferResponse(model_name=message.model_name, model_version=VERSION, id=message.id)
         told: dict[str, bool | int | str] = {
             FINAL: True,
@@ -114,6 +115,7 @@ class InferStream:
     async def _write(self, message: ModelStreamInferResponse) -> None:
         async with self._turn:
             writing = asyncio.ensure_future(self._context.write(message))
+            writing.add_done_callback(_read)
             try:
                 await asyncio.shield(writing)
             except asyncio.CancelledError:
@@ -121,3 +123,9 @@ class InferStream:
                 raise
             except (grpc.aio.InternalError, grpc.aio.UsageError) as error:
                 raise ClientGone from error
+
+
+def _read(done: asyncio.Future[Any]) -> None:
+    """Look at how it ended, as a write does for nobody whose stream was cancelled meanwhile."""
+    if not done.cancelled():
+        done.exception()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import pytest
 from pdcore.errors import DeadlineExceeded
 from protos import open_inference_pb2 as pb
 from protos.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from router.open_inference_answer import Send
+from router.open_inference_stream import InferStream
 from router.stream import RequestStream
 from tests.support.null_cluster import NullCluster, pair
 from tests.support.tiny_model import tiny_llama
@@ -76,3 +80,61 @@ async def test_an_error_that_meets_unwritten_tokens_keeps_its_status(
     assert [a.infer_response.parameters["triton_final_response"].bool_param for a in answers] == [False, True]
     call.cancel()
     await cluster.empty()
+
+
+class _Context:
+    """Of a call that has one message, and takes answers until it is told to fail."""
+
+    def __init__(self) -> None:
+        self.messages = [request("a")]
+        self.writing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.wrote = asyncio.Event()
+
+    async def read(self) -> Any:
+        if self.messages:
+            return self.messages.pop()
+        await asyncio.Event().wait()
+
+    async def write(self, _: object) -> None:
+        self.wrote.set()
+        await self.writing
+
+
+@pytest.mark.parametrize("impatient", [False, True])
+async def test_a_write_that_fails_once_its_stream_is_cancelled_is_no_error_of_ours(
+    caplog: pytest.LogCaptureFixture, impatient: bool
+) -> None:
+    """Nobody read how it had ended, and asyncio said so, with a traceback. `impatient`: cancelled twice."""
+
+    async def infer(message: pb.ModelInferRequest, send: Send) -> pb.ModelInferResponse:
+        return pb.ModelInferResponse()
+
+    context = _Context()
+    stream = InferStream(context, infer, asyncio.Event(), by_status=False)  # type: ignore[arg-type]
+    running = asyncio.ensure_future(stream.run())
+    await context.wrote.wait()
+    for _ in range(1 + impatient):
+        running.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    context.writing.set_exception(grpc.aio.InternalError("Failed 'execute_batch'"))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.sleep(0)
+    del running, stream, context
+    gc.collect()
+    await asyncio.sleep(0)
+    assert "never retrieved" not in caplog.text
+
+
+async def test_what_fails_on_a_stream_is_in_the_log_under_its_id(
+    stub: GRPCInferenceServiceStub, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "router.guard")
+    call = stub.ModelStreamInfer()
+    for name in ("mine", ""):
+        await call.write(request("a", name=name, max_tokens=0))
+        told = (await call.read()).infer_response.parameters["request_id"].string_param
+        assert name in ("", told)
+        assert f"request {told} fails: INVALID_REQUEST" in caplog.text
+    call.cancel()
