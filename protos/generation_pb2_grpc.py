@@ -73,7 +73,7 @@ class GenerationServicer(object):
 
     def Cancel(self, request, context):
         """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
-        reason CANCELLED.
+        reason CANCELLED. Of a call with several prompts, which other interfaces have, it ends all.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,7 @@ class GenerationStub:
     """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once."""
     Cancel: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.CancelRequest, protos.generation_pb2.CancelReply]
     """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
-    reason CANCELLED.
+    reason CANCELLED. Of a call with several prompts, which other interfaces have, it ends all.
     """
     GetModel: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.GetModelRequest, protos.generation_pb2.GetModelReply]
     Tokenize: grpc.UnaryUnaryMultiCallable[protos.generation_pb2.TokenizeRequest, protos.generation_pb2.TokenizeReply]
@@ -53,7 +53,7 @@ class GenerationAsyncStub(GenerationStub):
     """Streams events until each sample has had one with `end`, or an error status. Cancelling the call frees all work at once."""
     Cancel: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.CancelRequest, protos.generation_pb2.CancelReply]  # type: ignore[assignment]
     """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
-    reason CANCELLED.
+    reason CANCELLED. Of a call with several prompts, which other interfaces have, it ends all.
     """
     GetModel: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.GetModelRequest, protos.generation_pb2.GetModelReply]  # type: ignore[assignment]
     Tokenize: grpc.aio.UnaryUnaryMultiCallable[protos.generation_pb2.TokenizeRequest, protos.generation_pb2.TokenizeReply]  # type: ignore[assignment]
@@ -75,7 +75,7 @@ class GenerationServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[protos.generation_pb2.CancelReply, collections.abc.Awaitable[protos.generation_pb2.CancelReply]]:
         """Ends a running request of any client by its id (with API keys: of the same tenant); its stream ends with finish
-        reason CANCELLED.
+        reason CANCELLED. Of a call with several prompts, which other interfaces have, it ends all.
         """
 
     @abc.abstractmethod

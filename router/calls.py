@@ -10,8 +10,9 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pdcore.clock import Clock
@@ -36,6 +37,7 @@ from router.validation import (
     GenerationRequest,
     Limits,
     check_model,
+    id_in_use,
     new_request_id,
     tokenize_input,
     usable_id,
@@ -114,6 +116,7 @@ class Calls:
         self.metrics = CallMetrics()
         self._preparing: set[_Preparing] = set()
         self._running: set[Call] = set()
+        self._shared: set[str] = set()  # ids of calls that have several requests
         self._idle = asyncio.Event()
         self._idle.set()
         self._pacer = Pacer(clock.now())
@@ -131,12 +134,14 @@ class Calls:
         *,
         caller: str | None,
         remaining_s: float | None = None,
+        part: int | None = None,
     ) -> None:
         """Run a request to its end. Cancelling this ends it at once.
 
         Args:
             caller: the tenant whose API key it came with; None where there are no keys.
             remaining_s: seconds that its client will wait; None: for ever.
+            part: its number, if its call has several, whose id it has: see `sharing`.
 
         Raises:
             RequestError: it was refused, or one of its samples has failed, after what it delivered. Its `request_id`
@@ -152,8 +157,10 @@ class Calls:
         preparing = _Preparing(request_id, caller)
         self._preparing.add(preparing)
         try:
-            checked, texts = await self._checked(request, caller)
+            checked, texts = await self._checked(request, caller, part)
             async with self._claims.held(checked.tenant, checked.idempotency_key, checked.request_id) as claim:
+                if checked.request_id in self._shared:  # since it was checked
+                    raise id_in_use(checked.request_id)
                 samples = self._dispatcher.submit(checked, texts, deadline)
                 let_in = True
                 self._preparing.discard(preparing)
@@ -171,8 +178,26 @@ class Calls:
         finally:
             self._preparing.discard(preparing)
 
+    @contextmanager
+    def sharing(self, request_id: str) -> Iterator[None]:
+        """Keep an id for all requests of a call, which are run as its parts.
+
+        Within the block nobody else has the id, and `cancel` ends what runs under it. Each part has an id of its own
+        as well, ``id/0`` and so on, which no client's request can have.
+
+        Raises:
+            InvalidRequest: a request with this id is running.
+        """
+        if self.is_running(request_id):
+            raise id_in_use(request_id)
+        self._shared.add(request_id)
+        try:
+            yield
+        finally:
+            self._shared.discard(request_id)
+
     async def _checked(
-        self, request: generation_pb2.GenerateRequest, caller: str | None
+        self, request: generation_pb2.GenerateRequest, caller: str | None, part: int | None
     ) -> tuple[GenerationRequest, Sequence[TextStream]]:
         """A request that may be let in, and where its samples' texts come to be."""
         if self.draining:
@@ -186,10 +211,12 @@ class Calls:
             text_model=self.text_model,
             served_name=self._config.served_name,
             limits=self.limits(),
-            in_flight=self._dispatcher.request_ids,
+            in_flight=(request.request_id,) if part is None and self.is_running(request.request_id) else (),
             tenant=tenant,
             default_class=admission.default_class(tenant),
         )
+        if part is not None:
+            checked = replace(checked, request_id=f"{checked.request_id}/{part}")
         texts = [
             self.text_model.stream(
                 checked.stops,
@@ -298,11 +325,16 @@ class Calls:
     # -- the small ones ------------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str, caller: str | None) -> bool:
-        """End a request, of the tenant `caller` if that is not None. Returns whether there was one.
+        """End a request, or all that share the id, of the tenant `caller` if that is not None.
+
+        Returns whether there was one.
 
         One that has still to be tokenized ends once it is.
         """
         found = self._dispatcher.cancel(request_id, caller)
+        if request_id in self._shared:
+            parts = [call.request_id for call in self._running if call.request_id.rpartition("/")[0] == request_id]
+            found = any([self._dispatcher.cancel(part, caller) for part in parts])
         for each in self._preparing:
             if each.request_id == request_id and caller in (None, each.caller):
                 each.cancelled = found = True
@@ -310,7 +342,7 @@ class Calls:
 
     def is_running(self, request_id: str) -> bool:
         """Whether the id is taken at present."""
-        return request_id in self._dispatcher.request_ids
+        return request_id in self._dispatcher.request_ids or request_id in self._shared
 
     def model(self, asked: str) -> ModelInfo:
         """What the workers serve. Raises UnknownModel, or NoWorker while none is connected."""

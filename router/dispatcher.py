@@ -17,7 +17,6 @@ from pdcore.errors import (
     DeadlineExceeded,
     Draining,
     InternalError,
-    InvalidRequest,
     NoWorker,
     RequestError,
 )
@@ -41,7 +40,7 @@ from router.retry import RetryBudget
 from router.stream import Chunk, RequestStream, Terminal
 from router.text import TextStream
 from router.tracker import FailureKind, RequestState, RequestTracker
-from router.validation import GenerationRequest
+from router.validation import GenerationRequest, id_in_use
 from router.worker_client import WorkerClient
 from router.worker_pool import WorkerPool
 from security.internal import PLAIN, Internal
@@ -204,7 +203,7 @@ class Dispatcher:
         if self.draining:
             raise Draining("the router is draining")
         if request.request_id in self.request_ids:
-            raise InvalidRequest("request_id", f"a request with the id {request.request_id!r} is running")
+            raise id_in_use(request.request_id)
         if not self.pool.route_possible:
             raise NoWorker("no worker is connected")
         names = PromptNames(request.prompt, request.cache_salt)

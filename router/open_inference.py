@@ -26,7 +26,6 @@ OPEN_TO_ALL = (f"{SERVICE}/ServerLive", f"{SERVICE}/ServerReady")
 GRPC_ERRORS = "triton_grpc_error"
 """Metadata of ModelStreamInfer: if it is ``true``, an error ends the stream with its status."""
 
-_LONGEST_ID = MAX_ID_CHARS - 4  # room for the number of a text
 _DATA_TYPES = {
     "BYTES": pb.TYPE_STRING,
     "BOOL": pb.TYPE_BOOL,
@@ -171,7 +170,7 @@ class OpenInferenceService(open_inference_pb2_grpc.GRPCInferenceServiceServicer)
         For Triton, ids need not differ from one another, nor look like ours.
         """
         free = asked not in self._names and not self._calls.is_running(asked)
-        name = asked if free and usable_id(asked) and len(asked) <= _LONGEST_ID else new_request_id()
+        name = asked if free and usable_id(asked) else new_request_id()
         self._names.add(name)
         try:
             yield name

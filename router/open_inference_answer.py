@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from pdcore.types import FinishReason
@@ -80,15 +81,21 @@ class Inference:
         if self._asked.timeout_s is not None:
             remaining_s = self._asked.timeout_s if remaining_s is None else min(remaining_s, self._asked.timeout_s)
         several = len(self._asked.requests) > 1
+        with self._calls.sharing(self._request_id) if several else nullcontext():
+            await self._run(caller, remaining_s, several=several)
+        return self._response(self._whole)
+
+    async def _run(self, caller: str | None, remaining_s: float | None, *, several: bool) -> None:
         runs = []
         keys: set[str] = set()
         for number, request in enumerate(self._asked.requests):
-            request.request_id = f"{self._request_id}.{number}" if several else self._request_id
+            request.request_id = self._request_id
             if request.idempotency_key in keys:  # one key for several texts, which do not exclude each other
                 request.idempotency_key = key_of(request.idempotency_key, number)
             keys.add(request.idempotency_key)
             sink = _Sink(self, number)
-            runs.append(self._calls.run(request, sink, caller=caller, remaining_s=remaining_s))
+            part = number if several else None
+            runs.append(self._calls.run(request, sink, caller=caller, remaining_s=remaining_s, part=part))
         if not several:
             await runs[0]
         else:
@@ -99,7 +106,6 @@ class Inference:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        return self._response(self._whole)
 
     def began(self, number: int, prompt_tokens: int) -> None:
         """A text has been let in."""

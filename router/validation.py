@@ -233,8 +233,13 @@ def _request_id(asked: str, in_flight: Collection[str]) -> str:
     if _REQUEST_ID.fullmatch(asked) is None:
         raise InvalidRequest("request_id", "must consist of letters, digits and any of . _ : -")
     if asked in in_flight:
-        raise InvalidRequest("request_id", f"a request with the id {asked!r} is running")
+        raise id_in_use(asked)
     return asked
+
+
+def id_in_use(asked: str) -> InvalidRequest:
+    """A request cannot have the id of one that is running."""
+    return InvalidRequest("request_id", f"a request with the id {asked!r} is running")
 
 
 def _check_kv_codec(asked: str, limits: Limits) -> None:

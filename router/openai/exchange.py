@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from pdcore.errors import InvalidRequest, RequestError
@@ -216,22 +217,28 @@ async def run_plan(calls: Calls, plan: Plan, form: Format, reply: Reply, caller:
 
 
 async def _run_all(calls: Calls, plan: Plan, sinks: Sequence[Collected | _Stream], caller: str | None) -> None:
-    async def run(number: int) -> None:
+    async def run(number: int, part: int | None) -> None:
+        request, sink = plan.requests[number], sinks[number]
         try:
-            await calls.run(plan.requests[number], sinks[number], caller=caller, remaining_s=plan.remaining_s)
+            await calls.run(request, sink, caller=caller, remaining_s=plan.remaining_s, part=part)
         except InvalidRequest as error:
             raise renamed(error, plan.names[number]) from error
 
     if len(sinks) == 1:
-        await run(0)
+        await run(0, None)
         return
-    tasks = [asyncio.ensure_future(run(number)) for number in range(len(sinks))]
-    try:
-        await asyncio.gather(*tasks)
-    finally:  # the first error is the answer
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(calls.sharing(plan.request_id))
+        except InvalidRequest as error:
+            raise renamed(error, plan.names[0]) from error
+        tasks = [asyncio.ensure_future(run(number, number)) for number in range(len(sinks))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # the first error is the answer
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def while_there(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:

@@ -129,9 +129,8 @@ def check_copies(request: generation_pb2.GenerateRequest, count: int) -> None:
 
 
 def numbered(request: generation_pb2.GenerateRequest, number: int) -> generation_pb2.GenerateRequest:
-    """The request of prompt `number` of several: ids and keys differ, and are the same when it is sent again."""
+    """The request of prompt `number` of several: their keys differ, and are the same when it is sent again."""
     copy = generation_pb2.GenerateRequest()
     copy.CopyFrom(request)
-    copy.request_id = f"{request.request_id}-{number}"
     copy.idempotency_key = key_of(request.idempotency_key, number)
     return copy

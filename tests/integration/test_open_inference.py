@@ -321,15 +321,15 @@ async def test_an_error_beside_a_write_that_waits_for_its_reader_is_told(model: 
         text.shape[:] = [2]
         text.contents.bytes_contents.append(b"b")
         gate = cluster["d0"].hook = Gate(
-            "token", index=5, only="slow.1"
+            "token", index=5, only="slow/1"
         )  # it will have nothing to tell but its error
         await call.write(message)
         await gate.reached.wait()
         decode, credit = cluster["d0"], -1
-        while credit != decode.commands["credit", "slow.0"] or credit < 1:
-            credit = decode.commands["credit", "slow.0"]
+        while credit != decode.commands["credit", "slow/0"] or credit < 1:
+            credit = decode.commands["credit", "slow/0"]
             await asyncio.sleep(0.3)
-        cluster.dispatcher.abandon("slow.1", Unavailable("given up", None))
+        cluster.dispatcher.abandon("slow/1", Unavailable("given up", None))
         await asyncio.sleep(0)
         answer = await call.read()
         while not answer.error_message:

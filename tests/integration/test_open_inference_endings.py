@@ -110,7 +110,7 @@ async def test_a_write_that_fails_once_its_stream_is_cancelled_is_no_error_of_ou
         return pb.ModelInferResponse()
 
     context = _Context()
-    stream = InferStream(context, infer, asyncio.Event(), by_status=False)  # type: ignore[arg-type]
+    stream = InferStream(context, infer, asyncio.Event(), by_status=False)
     running = asyncio.ensure_future(stream.run())
     await context.wrote.wait()
     for _ in range(1 + impatient):

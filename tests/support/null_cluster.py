@@ -131,6 +131,7 @@ class NullCluster:
             "requests": list(self.dispatcher.request_ids),
             "calls": [call.request_id for call in calls._running],
             "calls that are prepared": [call.request_id for call in calls._preparing],
+            "ids that are shared": list(calls._shared),
             "names of inference requests": list(inference._names),
             "claims": [claim.request_id for claim in (*claims._asking.values(), *claims._live.values())],
             "claims that are given back": len(claims._releases),

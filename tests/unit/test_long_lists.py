@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from pdcore.config import RouterConfig
 from pdcore.errors import InvalidRequest
@@ -76,7 +77,7 @@ def fill(message: Any, path: tuple[str, ...]) -> None:
             else:
                 value[key] = 1.0
     elif field.message_type is not None:
-        value.MergeFrom([field.message_type._concrete_class()] * COUNT)
+        value.MergeFrom([GetMessageClass(field.message_type)()] * COUNT)
     else:
         empty = {FieldDescriptor.TYPE_STRING: "", FieldDescriptor.TYPE_BYTES: b""}
         value.extend([empty.get(field.type, 1)] * COUNT)
@@ -129,7 +130,7 @@ async def take(message: Message, model: TextModel) -> None:
     ("name", "path"), LISTS, ids=[".".join((name.rpartition(".")[2], *path)) for name, path in LISTS]
 )
 async def test_long_lists_are_refused_by_their_length(model: TextModel, name: str, path: tuple[str, ...]) -> None:
-    message = MESSAGES[name]._concrete_class()
+    message: Any = GetMessageClass(MESSAGES[name])()
     if path[0] == "sampling":
         message.prompt = "a"
     elif path[0] == "chat" and path[1] != "messages":

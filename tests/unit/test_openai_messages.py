@@ -196,7 +196,7 @@ def test_prompts_in_all_their_forms() -> None:
         assert [r.prompt or list(r.token_ids.ids) for r in plan.requests] == wanted
     ids = [request.request_id for request in plan.requests]
     keys = [request.idempotency_key for request in plan.requests]
-    assert ids == ["id-1-0", "id-1-1"]
+    assert ids == ["id-1", "id-1"]
     assert keys[0] == "key"
     assert len(set(keys)) == 2
     assert all(len(key) <= 128 for key in keys)
