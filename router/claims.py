@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -44,14 +45,19 @@ def key_of(key: str, number: int) -> str:
 
 @dataclass(eq=False, slots=True)
 class Claim:
-    """A request's hold on its key. `valid_until`: on the router's clock; the controller keeps it at least as long.
-    `serial`: tells it from other claims of a request with this id."""
+    """A request's hold on its key, or its wish for one.
+
+    `valid_until`: on the router's clock; the controller keeps it at least as long. `serial`: tells it from other
+    claims of a request with this id. `answered`: it is known whether the key was to be had; `refused`: why not.
+    """
 
     key: bytes
     request_id: str
     serial: int
     valid_until: float
-    released: asyncio.Task[None] | None = field(default=None)
+    released: asyncio.Task[None] | None = None
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+    refused: Callable[[], RequestError] | None = None
 
 
 class Claims:
@@ -160,7 +166,13 @@ class Claims:
         return routers_pb2_grpc.RoutersStub(self._channel)
 
     async def _claim(self, key: bytes, request_id: str) -> Claim:
-        mine = self._live.get(key) or self._asking.get(key)
+        while (first := self._asking.get(key)) is not None:  # whether that one gets it is not known yet
+            await first.answered.wait()
+            if first.refused is not None:
+                raise first.refused()
+            if first.released is not None:  # it has gone, and the controller may have yet to hear of it
+                await asyncio.wait([first.released], timeout=RELEASE_WAIT_S)
+        mine = self._live.get(key)
         if mine is not None:
             raise _already_running(mine.request_id, self._config.router_id)
         self._serial += 1
@@ -171,15 +183,19 @@ class Claims:
             reply = await self._stub.Claim(request, timeout=CLAIM_TIMEOUT_S, metadata=self._internal.metadata)
         except grpc.aio.AioRpcError as error:
             self._release(claim)  # it may have been granted all the same
-            raise Unavailable(f"the idempotency key cannot be claimed: {_words(error)}") from error
+            claim.refused = partial(Unavailable, f"the idempotency key cannot be claimed: {_words(error)}")
+            raise claim.refused() from error
         except BaseException:
             self._release(claim)
             raise
+        else:
+            if reply.HasField("held_by"):
+                claim.refused = partial(_already_running, reply.held_by.request_id, reply.held_by.router_id)
+                raise claim.refused()
+            self._live[key] = claim
         finally:
             del self._asking[key]
-        if reply.HasField("held_by"):
-            raise _already_running(reply.held_by.request_id, reply.held_by.router_id)
-        self._live[key] = claim
+            claim.answered.set()
         self._first.set()
         return claim
 
