@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from pdcore.errors import InternalError, InvalidRequest, RequestError, UnknownMethod
+from pdcore.errors import InternalError, InvalidRequest, Overloaded, RequestError, UnknownMethod
 from pdcore.tracebacks import wordless
 from router.api_keys import Door
 from router.arrivals import Arrivals
@@ -41,6 +41,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     (By itself grpc.aio answers a failing deserializer or method with UNKNOWN and the exception's text, and logs a
     traceback for each, which anybody may cause.)
 
+    Calls that need no key may be `max_public` at one time of each method: whoever has one finds room beside them.
+
     Args:
         open_to_all: services (``package.Service``) and methods (``package.Service/Method``) that need no key.
         for_admins: services that need an operator's.
@@ -49,11 +51,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         arrivals: of the calls of all other methods.
     """
 
-    def __init__(self, door: Door, open_to_all: Collection[str], for_admins: Collection[str]) -> None:
+    def __init__(
+        self, door: Door, open_to_all: Collection[str], for_admins: Collection[str], max_public: int
+    ) -> None:
         self.arrivals = Arrivals()
         self._door = door
         self._open_to_all = frozenset(open_to_all)
         self._for_admins = frozenset(for_admins)
+        self._max_public = max_public
         self._guarded: dict[str, grpc.RpcMethodHandler] = {}  # by method; there are as many as the server has
 
     async def intercept_service(
@@ -66,17 +71,19 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return _refusing(UnknownMethod(f"there is no method {details.method[:256]!r} here"))
         method, metadata = details.method.lstrip("/"), details.invocation_metadata or ()
         service = method.partition("/")[0]
+        public = method in self._open_to_all or service in self._open_to_all
         try:
             if service in self._for_admins:
                 self._door.admit_admin(metadata)
-            elif method not in self._open_to_all and service not in self._open_to_all:
+            elif not public:
                 self.arrivals.note()
                 self._door.caller(metadata)
         except RequestError as error:
             return _refusing(error)
         guarded = self._guarded.get(method)
         if guarded is None:
-            guarded = self._guarded[method] = _guarded(handler)
+            guarded = _public(handler, self._max_public) if public else _guarded(handler)
+            self._guarded[method] = guarded
         return guarded
 
 
@@ -100,6 +107,44 @@ def _guarded(handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
     if handler.response_streaming:
         return grpc.unary_stream_rpc_method_handler(_with_status(handler.unary_stream), parse, serialize)
     return grpc.unary_unary_rpc_method_handler(_with_status(handler.unary_unary), parse, serialize)
+
+
+def _public(handler: grpc.RpcMethodHandler, limit: int) -> grpc.RpcMethodHandler:
+    """The same for `limit` calls at one time. A method of one message is served as one of a stream, so that a call
+    counts before its message has come, which may be never."""
+    method = next(
+        each
+        for each in (handler.unary_unary, handler.unary_stream, handler.stream_unary, handler.stream_stream)
+        if each is not None
+    )
+    running = 0
+
+    async def call(messages: Any, context: grpc.aio.ServicerContext) -> None:
+        nonlocal running
+        if running >= limit:
+            raise Overloaded(f"{running} calls of this method run, as many as may without an API key", 1.0)
+        running += 1
+        try:
+            if not handler.request_streaming:
+                messages = await context.read()
+                if messages is grpc.aio.EOF:
+                    raise DecodeError
+                _check_parsed(messages)
+            answer = method(messages, context)
+            if inspect.isasyncgen(answer):
+                async for message in answer:
+                    await context.write(message)
+            elif handler.response_streaming:  # it writes by itself
+                await answer
+            else:
+                await context.write(await answer)
+        finally:
+            running -= 1
+
+    parse = handler.request_deserializer
+    if parse is not None and not handler.request_streaming:
+        parse = _careful(parse)
+    return grpc.stream_stream_rpc_method_handler(_with_status(call), parse, handler.response_serializer)
 
 
 def _careful(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -61,6 +61,8 @@ ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 OPEN_TO_ALL = (HEALTH, *REFLECTION, *INFERENCE_PROBES)
 """Services and methods that need no API key."""
+PUBLIC_SHARE = 1 / 16
+"""Of all calls that there may be, what each of these methods may have."""
 
 STOP_GRACE_S = 0.5
 QUIET_S = 0.25
@@ -154,7 +156,8 @@ class RouterServer:
         self.metrics = RouterMetrics(config.router_id, config.served_name, self._dispatcher, calls.metrics)
         door = Door(None if key_file is None else key_file.keys)
         generation = GenerationService(calls, door)
-        guard = self._guard = Guard(door, OPEN_TO_ALL, for_admins=(ADMIN,))
+        max_public = max(1, round(config.max_calls * PUBLIC_SHARE))
+        guard = self._guard = Guard(door, OPEN_TO_ALL, for_admins=(ADMIN,), max_public=max_public)
         server = grpc.aio.server(
             interceptors=(guard,),
             options=(*public_server_options(config.max_message_bytes), *connection_limits(config)),
