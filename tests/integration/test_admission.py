@@ -190,6 +190,8 @@ async def test_places_come_back_once_however_a_request_ends(model: Path) -> None
             with pytest.raises(Overloaded, match="1 requests at a time") as refused:
                 await client.complete([1], tenant=tenant)
             assert refused.value.retry_after_s > 0
+            assert (type(refused.value), refused.value.reason) == (RateLimited, "RATE_LIMITED")
+            assert refused.value.facts == {"tenant": tenant, "limit": "1 requests at a time"}
             assert running(cluster, tenant) == 1
             return task  # type: ignore[return-value]
 

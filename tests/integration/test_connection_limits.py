@@ -106,6 +106,10 @@ async def test_headers_and_prompts_have_a_largest_size(model: Path) -> None:
                 assert invalid.value.field == field
             with pytest.raises(InvalidRequest, match="the 100 that this cluster takes"):
                 await client.tokenize("x" * 101)
+            assert await client.detokenize([1] * 25)
+            with pytest.raises(InvalidRequest, match="the 100 that this cluster takes") as invalid:
+                await client.detokenize([1] * 26)
+            assert invalid.value.field == "token_ids"
 
 
 async def test_what_is_said_of_http_connections_is_so(model: Path) -> None:
