@@ -31,6 +31,9 @@ from router.validation import MAX_TEMPERATURE
 
 LOGPROBS = "message.output_text.logprobs"
 _NOT_KEPT = "responses are not kept here"
+Includes = Annotated[
+    list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)
+]
 
 
 class TextFormat(Message):
@@ -78,7 +81,7 @@ class ResponseRequest(Message):
     parallel_tool_calls: bool | None = Field(default=None, description="Several calls at once; default true.")
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Includes | None = None
     metadata: dict[str, str] | None = Field(default=None, description="Told again in the response.")
     reasoning: Reasoning | None = None
     store: Literal[False] | None = Field(default=None, description="Responses are not kept.")
