@@ -1,4 +1,7 @@
-"""uvicorn's side of a connection, with bounds on what has no bound there: heads of requests, and waiting for them."""
+"""uvicorn's side of a connection, with bounds on what has no bound there: heads of requests, and waiting for them.
+
+A connection answers one request at a time. Whole requests may be sent behind it, and wait.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.openai.errors import HttpProblem, reply_of
 from router.validation import new_request_id
@@ -18,6 +21,8 @@ MAX_HEAD_BYTES = 32 << 10
 """Request line and headers together."""
 HEAD_S = 30.0
 """Seconds from the first byte of a request, or from a connection's beginning, to the end of its headers."""
+MAX_WAITING_BYTES = 64 << 10
+"""Of requests that wait behind the one that runs."""
 SURPLUS_S = 1.0
 """For a connection that is one too many to send something, so that it can be told."""
 _ABOUT_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
@@ -37,10 +42,44 @@ def abort(scope: Any) -> None:
         extension["connection"].abort()
 
 
+def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:
+    """`app` for a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1): where no length is told, the end of the
+    connection is that of the answer. uvicorn ends it in any case."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        endless = False
+
+        async def send_plain(message: Any) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                endless = all(name != b"content-length" for name, _ in message.get("headers", ()))
+                if endless:
+                    cycle.chunked_encoding = False
+            elif endless:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
+
+
 class Connection(HttpToolsProtocol):
     """Counts what the parser takes without telling of it (half of a header, of a trailer, of a chunk's size), and
-    what it tells of a request's head."""
+    what it tells of a request's head.
 
+    ::
+
+        cycle:   [running] <- [waits] <- [waits]     uvicorn's `cycle` is the one that came last
+                `_current`   `pipeline`
+
+    uvicorn reads nothing more while a request waits, and tells only the newest that the client has gone. Here it is
+    read on, so that the end of the connection is seen, and the one that runs is told.
+    """
+
+    _current: RequestResponseCycle | None = None
+    _waiting_bytes = 0
+    _deaf = False
     _head_bytes = 0
     _untold_bytes = 0
     _in_head = True
@@ -54,8 +93,7 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         """End it at once; what happens to its request is of no interest to anybody."""
-        if self.cycle is not None:
-            self.cycle.disconnected = True
+        self._tell_gone()
         self.transport.abort()
 
     def connection_made(self, transport: Any) -> None:
@@ -66,11 +104,21 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._got_head()
+        self._tell_gone()
         super().connection_lost(exc)
+
+    def _tell_gone(self) -> None:
+        """Tell the request that runs that its client has gone."""
+        if self._runs:
+            assert self._current is not None
+            self._current.disconnected = True
+            self._current.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._surplus:  # now that it has sent something, it will read the answer
             self._refuse_surplus()
+            return
+        if self._deaf:
             return
         if self._in_head and self._head_timer is None:
             self._await_head()
@@ -85,6 +133,22 @@ class Connection(HttpToolsProtocol):
         if self._untold_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._too_large = True
             self.send_400_response("")
+        if self.transport.is_closing():
+            return
+        if self._waiting_bytes > MAX_WAITING_BYTES:
+            self._drop_waiting()
+        elif self._waits:
+            self.flow.resume_reading()
+
+    def _drop_waiting(self) -> None:
+        """Answer the request that runs, and then no more. What else comes is read, for the sake of its end."""
+        assert self._current is not None
+        self._deaf = True
+        self._got_head()
+        self.pipeline.clear()
+        self.cycle = self._current
+        self.cycle.keep_alive = False
+        self.flow.resume_reading()
 
     def _parse(self, data: bytes) -> bytes:
         """Returns what is still to be parsed. Raises HttpParserError."""
@@ -140,6 +204,24 @@ class Connection(HttpToolsProtocol):
         self.transport.write(head % (problem.status, _PHRASES[problem.status], len(body), request_id.encode()) + body)
         self.transport.close()
 
+    # -- requests in their order ----------------------------------------------------------------------------------
+
+    @property
+    def _runs(self) -> bool:
+        """Whether a request is being answered."""
+        return self._current is not None and not self._current.response_complete
+
+    @property
+    def _waits(self) -> bool:
+        """Whether what is being parsed stands behind the request that runs."""
+        return self._runs and (self._in_head or self.cycle is not self._current)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._current = cycle
+        if not self.pipeline:
+            self._waiting_bytes = 0
+        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+
     # -- the head's time -----------------------------------------------------------------------------------------
 
     def _await_head(self) -> None:
@@ -182,6 +264,8 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
+        if self._waits:
+            self._waiting_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -199,6 +283,8 @@ class Connection(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._untold_bytes = 0
         self._head_bytes += size
+        if self._waits:
+            self._waiting_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES:
             self._too_large = True
             raise ValueError("the head is too large")
