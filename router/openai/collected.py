@@ -10,6 +10,7 @@ from pdcore.types import FinishReason
 from router.calls import Call
 from router.openai.usage import Usage
 from router.stream import Chunk, Terminal
+from router.tokenizer import Special
 from router.tools.plan import ToolPlan
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -47,11 +48,13 @@ class Output:
 
 
 class Collected:
-    """Takes the answer to one prompt; see `router.calls.Sink`. `prompt`: its tokens. `tools`: that may be called."""
+    """Takes the answer to one prompt; see `router.calls.Sink`. `prompt`: its tokens. `tools`: that may be called.
+    `special`: how the text is made."""
 
     def __init__(self, samples: int, usage: Usage, *, discards: bool = False) -> None:
         self.prompt: tuple[int, ...] = ()
         self.tools: ToolPlan | None = None
+        self.special = Special.HIDDEN
         self.outputs = [Output() for _ in range(samples)]
         self._scored: list[Logprobs] = []
         self._usage = usage
@@ -66,6 +69,7 @@ class Collected:
         """See `router.calls.Sink`."""
         self.prompt = call.request.prompt
         self.tools = call.request.tools
+        self.special = call.request.special
 
     async def write(self, sample: int, chunk: Chunk) -> None:
         """See `router.calls.Sink`. Raises RequestCancelled."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pdcore.logprobs import Logprobs
+from router.text import Detokenizer
+from router.tokenizer import Special
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot say; as at OpenAI."""
@@ -18,6 +21,12 @@ class TokenTexts(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def shown(self, token_id: int, skip_special: bool) -> bool: ...
+
+
+class OutputTexts(TokenTexts, Protocol):
+    """And what they say one after the other."""
+
+    def detokenizer(self, special: Special) -> Detokenizer: ...
 
 
 def chat_content(logprobs: Logprobs, token_ids: Sequence[int], texts: TokenTexts) -> list[dict[str, Any]]:
@@ -97,6 +106,52 @@ class CompletionLogprobs:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class PlacedLogprobs:
+    """The log-probabilities of an output's tokens by where their text stands in it: text comes later than its tokens
+    while it may still be something else.
+
+    ::
+
+        text:    [taken, or given up ....|first waiting|next waiting|...]
+                                         ^ _start      ^ its end
+
+    Args:
+        special: as the output's text was made.
+    """
+
+    def __init__(self, texts: OutputTexts, special: Special) -> None:
+        self._texts = texts
+        self._detokenizer = texts.detokenizer(special)
+        self._start = self._end = 0
+        self._waiting: deque[tuple[int, list[dict[str, Any]]]] = deque()
+        self._unfinished: list[dict[str, Any]] = []  # no character is complete with them yet
+
+    def add(self, token_ids: Sequence[int], logprobs: Logprobs) -> None:
+        """The next tokens."""
+        for token_id, entry in zip(token_ids, chat_content(logprobs, token_ids, self._texts), strict=True):
+            self._unfinished.append(entry)
+            self._place(self._detokenizer.push(token_id))
+
+    def finish(self) -> None:
+        """No more tokens come."""
+        self._place(self._detokenizer.flush())
+
+    def _place(self, text: str) -> None:
+        if text:
+            self._end += len(text)
+            self._waiting.append((self._end, self._unfinished))
+            self._unfinished = []
+
+    def take(self, start: int, end: int) -> list[dict[str, Any]]:
+        """Of the tokens with text from `start` to `end`. Each comes once; those of earlier text are given up."""
+        taken = []
+        while self._waiting and self._start < end:
+            self._start, entries = self._waiting.popleft()
+            if self._start > start:
+                taken += entries
+        return taken
 
 
 def joined_pieces(pieces: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:

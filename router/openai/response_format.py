@@ -20,11 +20,12 @@ from typing import Any
 from pdcore.errors import InvalidRequest, Overloaded, RequestError
 from router.calls import Call
 from router.openai.collected import Collected, finish_reason
-from router.openai.logprobs import TokenTexts, chat_content
+from router.openai.logprobs import OutputTexts, PlacedLogprobs
 from router.openai.plan import Plan
 from router.openai.responses import LOGPROBS, ResponseRequest
 from router.openai.usage import Usage
 from router.stream import Chunk, Terminal
+from router.tokenizer import Special
 from router.tools.events import CallArguments, CallBegin, Content, Event, PlainText, ToolCallParser
 from router.tools.formats import STAND_IN
 from router.tools.plan import ToolPlan
@@ -37,20 +38,22 @@ class ResponseFormat:
 
     discards = False
 
-    def __init__(self, body: ResponseRequest, plan: Plan, texts: TokenTexts) -> None:
+    def __init__(self, body: ResponseRequest, plan: Plan, texts: OutputTexts) -> None:
         self._plan = plan
         self._texts = texts
+        self._wants_logprobs = LOGPROBS in (body.include or ())
         self._response = _response(body, plan)
         self._items = Items(plan.request_id, STAND_IN.new_id)
         self._parser: ToolCallParser = PlainText()
-        self._tools: ToolPlan | None = None
         self._sequence = 0
         self._end: Terminal | None = None
 
     def begin(self, number: int, call: Call) -> None:
-        self._take_tools(call.request.tools)
+        self._begin(call.request.tools, call.request.special)
 
-    def _take_tools(self, tools: ToolPlan | None) -> None:
+    def _begin(self, tools: ToolPlan | None, special: Special) -> None:
+        if self._wants_logprobs:
+            self._items.logprobs = PlacedLogprobs(self._texts, special)
         if tools is not None:
             self._parser = tools.parser()
             self._items.new_call_id = tools.new_id
@@ -68,8 +71,12 @@ class ResponseFormat:
 
     def _take(self, chunk: Chunk) -> list[Json]:
         """Add what a chunk says, and tell of it."""
-        if chunk.logprobs is not None and chunk.token_ids:
-            self._items.logprobs += chat_content(chunk.logprobs, chunk.token_ids, self._texts)
+        placed = self._items.logprobs
+        if placed is not None:
+            if chunk.logprobs is not None:
+                placed.add(chunk.token_ids, chunk.logprobs)
+            if chunk.end is not None:
+                placed.finish()
         said = self._parser.feed(chunk.text)
         if chunk.end is None or chunk.end.outcome.error is not None:
             return self._items.add(said)
@@ -95,7 +102,7 @@ class ResponseFormat:
     def answer(self, collected: list[Collected], usage: Usage) -> bytes:
         (part,) = collected
         (output,) = part.outputs
-        self._take_tools(part.tools)
+        self._begin(part.tools, part.special)
         self._take(Chunk(0, output.token_ids, output.text, output.end, output.logprobs))
         return json.dumps(self._finished(usage)).encode()
 
@@ -120,13 +127,14 @@ class Items:
     """The items of a response as they come, and the events that tell of them.
 
     Attributes:
-        done: those that are complete. logprobs: of the tokens since the last text.
+        done: those that are complete. logprobs: of all tokens; None if they are not wanted. Those of calls have no
+            place in a response.
         new_call_id: a new id for a call that the model gave none.
     """
 
     def __init__(self, request_id: str, new_call_id: Callable[[], str]) -> None:
         self.done: list[Json] = []
-        self.logprobs: list[Json] = []
+        self.logprobs: PlacedLogprobs | None = None
         self.new_call_id = new_call_id
         self._request_id = request_id
         self._open: Json | None = None
@@ -136,10 +144,11 @@ class Items:
         events: list[Json] = []
         for event in said:
             match event:
-                case Content(text):
+                case Content(text, start):
                     if self._open is None or self._open["type"] != "message":
                         events += self._close("completed") + self._begin_message()
-                    events.append(self._add_text(text))
+                    scored = [] if self.logprobs is None else self.logprobs.take(start, start + len(text))
+                    events.append(self._add_text(text, scored))
                 case CallBegin(_, name, call_id):
                     events += self._close("completed") + self._begin_call(name, call_id)
                 case CallArguments(_, text):
@@ -164,16 +173,14 @@ class Items:
         item["content"].append(part)
         return [added, self._event("content_part.added", content_index=0, part=_copy(part))]
 
-    def _add_text(self, text: str) -> Json:
+    def _add_text(self, text: str, scored: list[Json]) -> Json:
         assert self._open is not None
         (part,) = self._open["content"]
         part["text"] += text
-        part["logprobs"] += self.logprobs
-        new, self.logprobs = self.logprobs, []
-        return self._event("output_text.delta", content_index=0, delta=text, logprobs=new)
+        part["logprobs"] += scored
+        return self._event("output_text.delta", content_index=0, delta=text, logprobs=scored)
 
     def _begin_call(self, name: str, call_id: str) -> list[Json]:
-        self.logprobs = []  # of the call: there is no place for them
         self._open = {"type": "function_call", "status": "in_progress", "name": name, "arguments": ""}
         self._open["id"] = f"fc_{self._request_id}_{len(self.done)}"
         self._open["call_id"] = call_id or self.new_call_id()
@@ -186,8 +193,6 @@ class Items:
         item["status"] = status
         if item["type"] == "message":
             (part,) = item["content"]
-            part["logprobs"] += self.logprobs
-            self.logprobs = []
             events = [
                 self._event("output_text.done", content_index=0, text=part["text"], logprobs=part["logprobs"]),
                 self._event("content_part.done", content_index=0, part=_copy(part)),

@@ -9,9 +9,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the reader."""
+    """Text for the reader. `start`: where in the output's text its first character stands; all of it is one piece
+    of that."""
 
     text: str
+    start: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,12 @@ class ToolCallParser(Protocol):
 class PlainText:
     """The parser where there are no calls: everything is content."""
 
+    def __init__(self) -> None:
+        self._fed = 0
+
     def feed(self, text: str) -> list[Event]:
-        return [Content(text)] if text else []
+        start, self._fed = self._fed, self._fed + len(text)
+        return [Content(text, start)] if text else []
 
     def finish(self) -> list[Event]:
         return []

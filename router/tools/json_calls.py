@@ -73,8 +73,7 @@ class JsonCalls(ReaderParser):
             if (yield from self._behind(marker)):
                 reader.commit()
             else:  # content, and so is what follows
-                reader.pos = 0
-                reader.content(space + marker)
+                reader.content_again(space + marker)
 
     def _behind(self, marker: str) -> Step[bool]:
         """Read what is behind a marker; False, and nothing given out, if that is no call."""
@@ -230,12 +229,10 @@ class DelimitedCalls(ReaderParser):
             if word == self._frame[0]:
                 yield from reader.space()
                 if not (yield from reader.at(self._begin)):
-                    reader.pos = 0
-                    reader.content(space + word)
+                    reader.content_again(space + word)
                     continue
             if not (yield from self._call()):
-                reader.pos = 0
-                reader.content(space + word)
+                reader.content_again(space + word)
                 continue
             reader.commit()
             yield from self._more()

@@ -42,8 +42,7 @@ class PythonicCalls(ReaderParser):
                 if not (yield from reader.at(_END)):
                     reader.pos = 0
             else:
-                reader.pos = 0
-                reader.content(space + marker)
+                reader.content_again(space + marker)
 
     def _list(self) -> Step[bool]:
         """Read a list behind its bracket; False, and nothing given out, if it does not begin with a call."""

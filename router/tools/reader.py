@@ -40,6 +40,7 @@ class Reader:
         self._events: list[Event] = []
         self._calls = 0
         self._after_call = False
+        self._forgotten = 0
 
     # -- out -----------------------------------------------------------------------------------------------------
 
@@ -47,18 +48,30 @@ class Reader:
         events, self._events = self._events, []
         return events
 
-    def content(self, text: str) -> None:
+    def content(self, end: int) -> None:
+        """Give out what is to be read up to `end`, and read it."""
+        self._add_content(self.text[self.pos : end], self._forgotten + self.pos)
+        self.pos = end
+
+    def content_again(self, text: str) -> None:
+        """Give out what was read last, and forgotten: it was no call."""
+        self.pos = 0
+        self._add_content(text, self._forgotten - len(text))
+
+    def _add_content(self, text: str, start: int) -> None:
         """Text for the reader. White space between a call and what follows is none."""
         if self._after_call:
+            start += len(text)
             text = text.lstrip(SPACE)
+            start -= len(text)
         if not text:
             return
         self._after_call = False
         last = self._events[-1] if self._events else None
         if isinstance(last, Content):
-            self._events[-1] = Content(last.text + text)
+            self._events[-1] = Content(last.text + text, last.start)
         else:
-            self._events.append(Content(text))
+            self._events.append(Content(text, start))
 
     def begin(self, name: str, call_id: str = "") -> None:
         self._events.append(CallBegin(self._calls, name, call_id))
@@ -79,6 +92,7 @@ class Reader:
     # -- in ------------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
+        self._forgotten += self.pos
         self.text = self.text[self.pos :]
         self.pos = 0
 
@@ -136,18 +150,16 @@ class Reader:
             if found:
                 start, word = min(found)
                 certain = self._trim(start)
-                self.content(self.text[self.pos : certain])
+                self.content(certain)
                 space = self.text[certain:start]
                 self.pos = start + len(word)
                 self.commit()
                 return word, space
             if self.closed:
-                self.content(self.text[self.pos :])
-                self.pos = len(self.text)
+                self.content(len(self.text))
                 return None
             certain = self._trim(len(self.text) - self._beginning(words))
-            self.content(self.text[self.pos : certain])
-            self.pos = certain
+            self.content(certain)
             self.commit()
             yield
 

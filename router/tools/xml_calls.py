@@ -40,8 +40,7 @@ class XmlCalls(ReaderParser):
                         reader.pos = 0
                 reader.commit()
             else:
-                reader.pos = 0
-                reader.content(space + word)
+                reader.content_again(space + word)
 
     def _call(self) -> Step[bool]:
         """Read a call behind ``<function=``; False, and nothing given out, if there is no name."""

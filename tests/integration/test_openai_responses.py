@@ -197,8 +197,30 @@ async def test_choices_and_forms(cluster: Cluster, actor: Actor) -> None:
     assert (actor.asked[-1].sampling.seed, actor.asked[-1].sampling.top_p) == (3, 0.5)
     response = await respond(cluster, include=["message.output_text.logprobs"], top_logprobs=2)
     scored = response.output[0].content[0].logprobs
-    assert [len(entry.top_logprobs) for entry in scored] == [2] * response.usage.output_tokens
-    assert "".join(entry.token for entry in scored).startswith("{}")
+    assert [len(entry.top_logprobs) for entry in scored] == [2, 2]
+    assert "".join(entry.token for entry in scored) == "{}"
+
+
+async def test_logprobs_are_those_of_the_messages_text(cluster: Cluster, actor: Actor) -> None:
+    """Not those of a call, of a stop string or of the end; with each delta come those of its text."""
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "tools": [TOOL, CLOCK]}
+    for says, stop, text in (
+        (TWO, None, "Let me see."),
+        ("Wait, \u00e9\U0001f600 <tool_calm", None, "Wait, \u00e9\U0001f600 <tool_calm"),
+        ("Fine.STOP", "STOP", "Fine."),
+    ):
+        actor.says(says)
+        whole = await respond(cluster, **asked, extra_body={"stop": stop})
+        scored = whole.output[0].content[0].logprobs
+        assert bytes(byte for entry in scored for byte in entry.bytes).decode() == text
+        assert all(len(entry.top_logprobs) == 1 for entry in scored)
+        stream = await respond(cluster, **asked, extra_body={"stop": stop}, stream=True)
+        events = [event async for event in stream]
+        assert events[-1].response.output[0].content[0].logprobs == scored
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in scored]
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert len(done.logprobs) == len(scored)
 
 
 # ruff: noqa: E501  # rows of a table

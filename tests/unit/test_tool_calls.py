@@ -298,6 +298,9 @@ def test_any_cut_says_the_same(text: str, cuts: list[int]) -> None:
     for name in FORMATS:
         whole, pieces, characters = Answer(), Answer(), Answer()
         whole.add(events(name, [text]))
+        for said in events(name, cut(text, cuts)):
+            if isinstance(said, Content):
+                assert text[said.start :].startswith(said.text)
         pieces.add(events(name, cut(text, cuts)))
         characters.add(events(name, list(text)))
         assert pieces == characters == whole, name
