@@ -16,11 +16,19 @@ from router.calls import Call
 from router.openai.collected import Collected, Output, finish_reason
 from router.openai.errors import renamed
 from router.openai.exchange import DONE
-from router.openai.fields import Count, GenerationFields, Ignored, param_names, ranged, template_arguments
+from router.openai.fields import (
+    CACHING_HINTS,
+    Count,
+    GenerationFields,
+    Ignored,
+    param_names,
+    ranged,
+    template_arguments,
+)
 from router.openai.logprobs import TokenTexts, chat_content, prompt_entries
-from router.openai.parsing import UNKNOWN, Message
+from router.openai.parsing import UNKNOWN, Message, check_names
 from router.openai.plan import Headers, Plan, begin_plan
-from router.openai.tools import ChatTool, ChatToolChoice, add_tools, check_readable
+from router.openai.tools import TOOL_CHOICE_NAMES, ChatTool, ChatToolChoice, add_tools, check_readable
 from router.openai.usage import NO_USAGE, USAGE_COMES, RunningUsage, Usage
 from router.stream import Chunk
 from router.tools.events import Answer, CallArguments, CallBegin, Content, ToolCallParser
@@ -28,6 +36,14 @@ from router.tools.plan import ToolPlan
 
 BETWEEN_PARTS = "\n"
 """Between the text parts of a message; as at vLLM."""
+
+
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, **{hint: {} for hint in CACHING_HINTS}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
 
 
 def _text(value: object) -> str:
@@ -38,18 +54,14 @@ def _text(value: object) -> str:
     if not isinstance(value, list) or not value:
         raise PydanticCustomError("content", "{problem}", {"problem": problem})
     texts = []
-    for part in value:
+    for index, part in enumerate(value):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise PydanticCustomError("content", "{problem}", {"problem": problem})
+        check_names(part, _TEXT_PART["properties"], index)
         texts.append(part["text"])
     return BETWEEN_PARTS.join(texts)
 
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
 Text = Annotated[
     Any,
     BeforeValidator(_text),
@@ -210,7 +222,7 @@ def chat_names(messages: Sequence[ChatMessage], tools: Sequence[ChatTool] | None
         *names,
         ("chat.messages", "messages"),
         ("chat.tools", "tools"),
-        ("chat.tool_choice", "tool_choice"),
+        *TOOL_CHOICE_NAMES,
         ("chat.continue_final_message", "continue_final_message"),
         ("chat.template_arguments", "chat_template_kwargs"),
         ("chat", "messages"),

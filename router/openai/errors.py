@@ -122,7 +122,7 @@ def renamed(error: InvalidRequest, names: Sequence[tuple[str, str]]) -> InvalidR
 
     Args:
         names: beginnings of the core's names, and what stands for them; the first that fits counts. One that ends
-            with a dot is a group of fields.
+            with a dot is a group of fields; of one that ends with a star the rest is not told.
     """
     first, *others = [(_renamed(name, names), problem) for name, problem in error.violations]
     told = InvalidRequest(*first, more=others).with_facts(**error.facts)
@@ -132,6 +132,8 @@ def renamed(error: InvalidRequest, names: Sequence[tuple[str, str]]) -> InvalidR
 
 def _renamed(field_name: str, names: Sequence[tuple[str, str]]) -> str:
     for ours, theirs in names:
+        if ours.endswith("*") and field_name.startswith(ours[:-1]):
+            return theirs
         rest = field_name[len(ours) :]
         if field_name.startswith(ours) and (ours.endswith(".") or not rest or rest[0] in ".["):
             return (theirs + rest) or BODY

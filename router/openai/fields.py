@@ -31,6 +31,9 @@ Ignored = Annotated[
     Field(description="Accepted, without effect."),
 ]
 
+CACHING_HINTS = ("prompt_cache_breakpoint", "cache_control")
+"""Of parts of a text: accepted, without effect. The first is OpenAI's, the second is sent for models of others."""
+
 PRIORITIES = {
     "interactive": generation_pb2.PRIORITY_INTERACTIVE,
     "standard": generation_pb2.PRIORITY_STANDARD,

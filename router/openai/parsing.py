@@ -6,7 +6,7 @@ protocols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -41,6 +41,14 @@ class Message(BaseModel):
         return self
 
 
+def check_names(given: Mapping[str, Any], known: Collection[str], *path: str | int) -> None:
+    """What `Message` does, for an object that is read by hand. `path`: where it stands in the field."""
+    for name, value in given.items():
+        if value is not None and name not in known:
+            told = {"field": [*path, name], "problem": "is not a field that is known here"}
+            raise PydanticCustomError(UNKNOWN, "{problem}", told)
+
+
 M = TypeVar("M", bound=Message)
 
 
@@ -66,7 +74,8 @@ def _violation(detail: ErrorDetails) -> tuple[str, str]:
         return BODY, f"is not valid JSON: {detail.get('ctx', {}).get('error', '')}"
     path = list(detail["loc"])
     if detail["type"] == UNKNOWN:
-        path.append(detail["ctx"]["field"])
+        name = detail["ctx"]["field"]
+        path += name if isinstance(name, list) else [name]
     return _dotted(path), _sentence(detail["msg"])
 
 

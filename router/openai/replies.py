@@ -227,7 +227,7 @@ class ResponseBody(BaseModel):
     top_p: float | None
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
-    user: Any
+    user: str | None
 
 
 class ResponseEvent(BaseModel):

@@ -23,6 +23,8 @@ class TextPart(Message):
     annotations: Ignored = None
     logprobs: Ignored = None
     parsed: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
+    cache_control: Ignored = None
 
 
 def _kind_of_content(value: object) -> str:
@@ -98,12 +100,14 @@ class InputChat:
 
     def __init__(self, instructions: str | None, given: str | Sequence[Any]) -> None:
         self.messages: list[generation_pb2.ChatMessage] = []
-        self.names: list[tuple[str, str]] = []
+        self._names: list[tuple[str, str]] = []
+        self._call_names: list[tuple[str, str]] = []
+        self._all_calls: list[tuple[str, str]] = []
         if instructions:
             self._add("instructions", role="system", content=instructions)
         if isinstance(given, str):
             self._add("input", role="user", content=given)
-            return
+            given = ()
         for index, item in enumerate(given):
             name = f"input[{index}]"
             match item:
@@ -113,20 +117,23 @@ class InputChat:
                     self._add_call(name, item)
                 case FunctionCallOutputItem():
                     self._add(name, role="tool", content=_text(item.output), tool_call_id=item.call_id)
-        self.names.append(("chat.messages", "input"))
+        self.names = [*self._call_names, *self._all_calls, *self._names, ("chat.messages", "input")]
 
     def _add(self, name: str, **fields: Any) -> None:
         ours = f"chat.messages[{len(self.messages)}]"
-        self.names += [(f"{ours}.tool_call_id", f"{name}.call_id"), (ours, name)]
+        self._names += [(f"{ours}.tool_call_id", f"{name}.call_id"), (ours, name)]
         self.messages.append(generation_pb2.ChatMessage(**fields))
 
     def _add_call(self, name: str, item: FunctionCallItem) -> None:
         """Calls that follow each other, or what was said with them, are one message."""
         if not self.messages or self.messages[-1].role != "assistant":
-            self.messages.append(generation_pb2.ChatMessage(role="assistant"))
+            self._add(name, role="assistant")
         message = self.messages[-1]
-        ours = f"chat.messages[{len(self.messages) - 1}].tool_calls[{len(message.tool_calls)}]"
-        self.names[:0] = [(f"{ours}.id", f"{name}.call_id"), (ours, name)]
+        calls = f"chat.messages[{len(self.messages) - 1}].tool_calls"
+        ours = f"{calls}[{len(message.tool_calls)}]"
+        self._call_names += [(f"{ours}.id", f"{name}.call_id"), (ours, name)]
+        if not message.tool_calls:  # what is said of all of them is said of the first
+            self._all_calls.append((calls, name))
         message.tool_calls.add(id=item.call_id, name=item.name, arguments=item.arguments)
 
 

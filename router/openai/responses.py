@@ -26,7 +26,7 @@ from router.openai.fields import (
 from router.openai.parsing import Message
 from router.openai.plan import Headers, Plan, begin_plan
 from router.openai.response_items import Input, InputChat
-from router.openai.tools import ResponseTool, ResponseToolChoice, add_tools, check_readable
+from router.openai.tools import TOOL_CHOICE_NAMES, ResponseTool, ResponseToolChoice, add_tools, check_readable
 from router.validation import MAX_TEMPERATURE
 
 LOGPROBS = "message.output_text.logprobs"
@@ -88,7 +88,7 @@ class ResponseRequest(Message):
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
     max_tool_calls: Ignored = None
-    user: Ignored = None
+    user: str | None = Field(default=None, description="Told again in the response.")
     service_tier: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
@@ -147,7 +147,7 @@ def plan_response(body: ResponseRequest, headers: Headers, served_name: str, *, 
     names = [
         *chat.names,
         ("chat.tools", "tools"),
-        ("chat.tool_choice", "tool_choice"),
+        *TOOL_CHOICE_NAMES,
         ("chat.template_arguments", "chat_template_kwargs"),
         ("chat", "input"),
         ("sampling.max_tokens", "max_output_tokens"),

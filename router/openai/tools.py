@@ -11,13 +11,15 @@ from pydantic_core import PydanticCustomError
 
 from pdcore.errors import InvalidRequest
 from protos import generation_pb2
-from router.openai.parsing import Message
+from router.openai.parsing import Message, check_names
 
 _MODES = {
     "auto": generation_pb2.TOOL_CHOICE_MODE_AUTO,
     "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
     "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
+TOOL_CHOICE_NAMES = (("chat.tool_choice*", "tool_choice"),)
+"""What stands for the core's names of it; see `router.openai.errors.renamed`."""
 _CHOICES = "must be none, auto, required, one function or allowed_tools"
 
 
@@ -60,11 +62,22 @@ def tool_of(function: Function | ResponseTool) -> generation_pb2.Tool:
     )
 
 
-def _name(value: object, *, nested: bool) -> str:
-    """The name in ``{"type": "function", ...}``; `nested`: it is in an object of its own, as in chats."""
+def _name(value: object, *path: str | int, nested: bool, whole: bool = False) -> str:
+    """The name in ``{"type": "function", ...}``.
+
+    Args:
+        path: where that stands in the choice.
+        nested: it is in an object of its own, as in chats. whole: the rest of the tool may stand there as well.
+    """
     if isinstance(value, dict) and value.get("type") == "function":
         inner = value.get("function") if nested else value
         if isinstance(inner, dict) and isinstance(inner.get("name"), str):
+            known = Function.model_fields if whole else ("name",)
+            if nested:
+                check_names(value, ("type", "function"), *path)
+                check_names(inner, known, *path, "function")
+            else:
+                check_names(value, ("type", *known), *path)
             return str(inner["name"])
     raise PydanticCustomError("tool_choice", _CHOICES)
 
@@ -75,35 +88,53 @@ def _choice(value: object, *, nested: bool) -> generation_pb2.ToolChoice | None:
     if isinstance(value, str) and value in _MODES:
         return generation_pb2.ToolChoice(mode=_MODES[value])
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
-        allowed = value.get("allowed_tools") if nested else value
-        tools = allowed.get("tools") if isinstance(allowed, dict) else None
-        if (
-            isinstance(allowed, dict)
-            and isinstance(tools, list)
-            and tools
-            and allowed.get("mode") in ("auto", "required")
-        ):
-            names = [_name(tool, nested=nested) for tool in tools]
-            return generation_pb2.ToolChoice(mode=_MODES[allowed["mode"]], names=names)
-        raise PydanticCustomError("tool_choice", _CHOICES)
+        return _allowed(value, nested=nested)
     return generation_pb2.ToolChoice(mode=_MODES["required"], names=[_name(value, nested=nested)])
 
 
-def _schema(*, nested: bool) -> dict[str, Any]:
-    name = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
-    inner: dict[str, Any] = {"function": name} if nested else {"name": {"type": "string"}}
-    function = {
-        "type": "object",
-        "properties": {"type": {"const": "function"}, **inner},
-        "required": ["type", *inner],
-    }
-    lists = {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": function, "minItems": 1}}
-    allowed: dict[str, Any] = {"type": "object", "properties": lists, "required": list(lists)}
+def _allowed(value: dict[str, Any], *, nested: bool) -> generation_pb2.ToolChoice:
+    allowed = value.get("allowed_tools") if nested else value
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(allowed, dict) or not isinstance(tools, list) or not tools:
+        raise PydanticCustomError("tool_choice", _CHOICES)
+    if allowed.get("mode") not in ("auto", "required"):
+        raise PydanticCustomError("tool_choice", _CHOICES)
     if nested:
-        allowed = {"type": "object", "properties": {"allowed_tools": allowed}, "required": ["allowed_tools"]}
-    allowed["properties"] = {"type": {"const": "allowed_tools"}, **allowed["properties"]}
-    allowed["required"] = ["type", *allowed["required"]]
+        check_names(value, ("type", "allowed_tools"))
+        check_names(allowed, ("mode", "tools"), "allowed_tools")
+    else:
+        check_names(value, ("type", "mode", "tools"))
+    path = ("allowed_tools", "tools") if nested else ("tools",)
+    names = [_name(tool, *path, index, nested=nested, whole=True) for index, tool in enumerate(tools)]
+    return generation_pb2.ToolChoice(mode=_MODES[allowed["mode"]], names=names)
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def _schema(*, nested: bool) -> dict[str, Any]:
+    kind, text = {"const": "function"}, {"type": "string"}
+    if nested:
+        function = _object(type=kind, function=_object(name=text))
+        tool = _object(type=kind, function=_with_rest(_object(name=text)))
+    else:
+        function = _object(type=kind, name=text)
+        tool = _with_rest(function)
+    lists = {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": tool, "minItems": 1}}
+    allowed = _object(type={"const": "allowed_tools"}, **({"allowed_tools": _object(**lists)} if nested else lists))
     return {"anyOf": [{"enum": list(_MODES)}, function, allowed, {"type": "null"}]}
+
+
+def _with_rest(named: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool where its name would do."""
+    rest: dict[str, Any] = {name: {} for name in Function.model_fields if name != "name"}
+    return named | {"properties": named["properties"] | rest}
 
 
 ChatToolChoice = Annotated[

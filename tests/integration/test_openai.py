@@ -339,11 +339,16 @@ BAD_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
     ("request_id", {"request_id": "no spaces"}),
     ("priority", {"priority": 3}),
 ]
+TEXT = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}, "image_url": None}
 BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": []}),
     ("messages[0].role", {"messages": [{"role": "judge", "content": "x"}]}),
     ("messages[1].content", {"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": 5}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    (
+        "messages[0].content[1].image_url",
+        {"messages": [{"role": "user", "content": [TEXT, TEXT | {"image_url": {"url": "https://a"}}]}]},
+    ),
     ("messages[0].audio", {"messages": [{"role": "user", "content": "x", "audio": {}}]}),
     ("top_logprobs", {"top_logprobs": 3}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),

@@ -46,7 +46,7 @@ async def respond(cluster: Cluster, **fields: Any) -> Any:
 async def test_a_text(cluster: Cluster, actor: Actor) -> None:
     actor.says("Fine.")
     cluster["p0"].cached_tokens = 3
-    response = await respond(cluster, instructions="Be brief.", metadata={"a": "b"}, temperature=0.5)
+    response = await respond(cluster, instructions="Be brief.", metadata={"a": "b"}, temperature=0.5, user="me")
     assert actor.prompt == "<system>Be brief.\n<user>Well?\n<assistant>"
     assert response.output_text == "Fine."
     (item,) = response.output
@@ -58,6 +58,7 @@ async def test_a_text(cluster: Cluster, actor: Actor) -> None:
         None,
     )
     assert (response.instructions, response.metadata, response.temperature) == ("Be brief.", {"a": "b"}, 0.5)
+    assert response.user == "me"
     usage = response.usage
     assert (usage.input_tokens, usage.output_tokens) == (len(actor.asked[-1].prompt), 6)
     assert usage.total_tokens == usage.input_tokens + 6
@@ -233,13 +234,19 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("input[0].role", {"input": [{"role": "judge", "content": "x"}]}),
     ("input[0].content", {"input": [{"role": "user", "content": []}]}),
     ("input[1].content[0].type", {"input": [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "input_image"}]}]}),
+    ("input[1]", {"input": [{"role": "user", "content": "x"}, *[{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}] * 200]}),
     ("input[0].call_id", {"input": [{"type": "function_call_output", "output": "x"}]}),
     ("input[1].call_id", {"input": [{"role": "user", "content": "x"}, {"type": "function_call_output", "call_id": "c" * 129, "output": "x"}]}),
     ("input[0].name", {"input": [{"type": "function_call", "call_id": "c", "name": "", "arguments": "{}"}]}),
     ("tools[0].type", {"tools": [{"type": "web_search"}]}),
     ("tools[0].name", {"tools": [{"type": "function", "name": "a b"}]}),
     ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "web_search"}}),
-    ("tool_choice.names[0]", {"tools": [CLOCK], "tool_choice": {"type": "function", "name": "g"}}),
+    ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "function", "name": "g"}}),
+    ("tool_choice", {"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [CLOCK, {"type": "function", "name": "g"}]}}),
+    ("tool_choice.foo", {"tools": [CLOCK], "tool_choice": {"type": "function", "name": "clock", "foo": 1}}),
+    ("tool_choice.foo", {"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [CLOCK], "foo": 1}}),
+    ("tool_choice.tools[0].foo", {"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [CLOCK | {"foo": 1}]}}),
+    ("user", {"user": ["me"]}),
     ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
     ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "thing"}}}}),
     ("max_output_tokens", {"max_output_tokens": 10**9}),
