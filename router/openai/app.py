@@ -30,15 +30,19 @@ _ERRORS = {
     400: "A field is wrong, unknown or not supported; `param` names it.",
     401: "No API key, or one that is not known.",
     404: "The model is not served here.",
+    405: "The path takes another method.",
     408: "The body did not come in time.",
     409: "A request with this idempotency key runs.",
     413: "The body is too large.",
     415: "The body is no JSON by its content-type.",
     429: "Shed, or over the tenant's limits; `retry-after` says when to come again.",
+    431: "The headers are too large.",
+    499: "The request was ended by its id.",
     500: "A fault of the server.",
     503: "No worker, or draining.",
     504: "The deadline has passed.",
 }
+_ANYWHERE = (405, 431)
 
 
 class _Raw(Response):
@@ -91,7 +95,7 @@ def make_app(face: Face) -> FastAPI:
             schema = {"type": "object", "description": "Of each event.", "properties": {"data": data}}
             ok["content"] = {"text/event-stream": {"schema": schema}}
         responses: dict[int | str, dict[str, Any]] = {200: ok}
-        for status in errors:
+        for status in sorted({*errors, *_ANYWHERE}):
             responses[status] = {"model": replies.ErrorBody, "description": _ERRORS[status]}
         more: dict[str, Any] = dict(extra or {})
         if not public:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -340,6 +342,15 @@ def test_the_description_has_every_path_body_and_error(description: dict[str, An
             if method == "post":
                 assert operation["security"] == [{"bearer": []}, {}]
                 assert {"400", "401", "413", "503"} <= set(operation["responses"]), path
+
+
+def test_the_description_and_the_documentation_have_the_same_errors(description: dict[str, Any]) -> None:
+    operations = [operation for path in description["paths"].values() for operation in path.values()]
+    described = {int(status) for operation in operations for status in operation["responses"]}
+    page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    table = page.partition("| status | code |")[2].partition("\n\n")[0]
+    told = {int(status) for row in re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE) for status in row.split(",")}
+    assert described - {200} == told
 
 
 def test_the_description_allows_what_is_allowed(description: dict[str, Any]) -> None:
