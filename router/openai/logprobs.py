@@ -131,8 +131,10 @@ class PlacedLogprobs:
     def add(self, token_ids: Sequence[int], logprobs: Logprobs) -> None:
         """The next tokens."""
         for token_id, entry in zip(token_ids, chat_content(logprobs, token_ids, self._texts), strict=True):
-            self._unfinished.append(entry)
-            self._place(self._detokenizer.push(token_id))
+            text = self._detokenizer.push(token_id)
+            if text or self._texts.shown(token_id, skip_special=True):
+                self._unfinished.append(entry)
+            self._place(text)
 
     def finish(self) -> None:
         """No more tokens come."""
