@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import socket
@@ -13,6 +14,7 @@ import httpx
 import pytest
 import uvloop
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
 
 from pdcore.types import Role
 from router.openai import connection
@@ -200,57 +202,6 @@ async def test_a_stream_outlives_what_is_sent_behind_its_request(
         assert answer(await asking)[0] == 200
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "behind", [b"\r\nGET /hea", b"GET /health HTTP/1.1\r\n\r\n", post(b"x" * 20_000), post(b"x" * 200_000)]
-)
-async def test_a_client_that_goes_is_noticed_whatever_stands_behind_its_request(
-    model: Path, caplog: pytest.LogCaptureFixture, stream: bool, behind: bytes
-) -> None:
-    async with NullCluster(model, pair(step_s=0.02), http_port=0, max_connections=1) as cluster:
-        host, port = cluster.router.http_address.rsplit(":", 1)
-        _, writer = await asyncio.open_connection(host, int(port))
-        body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
-        writer.write(post(json.dumps(body).encode(), b""))
-        await until(lambda: cluster.dispatcher.running == 1, "it runs")
-        writer.write(behind)
-        await asyncio.sleep(0.2)
-        writer.transport.abort()
-        await until(lambda: not cluster.dispatcher.running, "it was cancelled")
-        await cluster.empty()
-        assert answer(await ask(cluster, post(ONE)))[0] == 200, "its connection counts no more"
-    assert "send() raised" not in caplog.text
-    assert "ASGI" not in caplog.text
-
-
-async def test_too_much_behind_a_request_is_not_answered(model: Path) -> None:
-    gate = Gate("token", index=1)
-    workers = pair()
-    workers[1].hook = gate
-    async with NullCluster(model, workers, http_port=0) as cluster:
-        ping = b"GET /version HTTP/1.1\r\nhost: x\r\nx-a: %s\r\n\r\n" % (b"a" * 1000)
-        for behind, responses in ((20 * ping, 22), (100 * ping, 1)):
-            gate.opened.clear()
-            gate.reached.clear()
-            end = b"GET /version HTTP/1.0\r\n\r\n"
-            asking = asyncio.ensure_future(ask(cluster, post(b'{"prompt":"x","max_tokens":3}', b"") + behind + end))
-            await gate.reached.wait()
-            await asyncio.sleep(0.2)
-            gate.opened.set()
-            got = await asking
-            assert got.count(b"HTTP/1.1 200 ") == responses
-            assert got.count(b'"text_completion"') == 1
-
-
-async def test_a_client_without_chunks_gets_none(cluster: NullCluster) -> None:
-    for body in (ONE, ONE[:-1] + b',"stream":true}'):
-        got = await ask(cluster, post(body, b"").replace(b"HTTP/1.1", b"HTTP/1.0"))
-        head, _, rest = got.partition(b"\r\n\r\n")
-        assert b"transfer-encoding" not in head
-        assert b"\r\nconnection: close" in head
-        assert rest.startswith(b"{") or (rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n"))
-
-
 async def test_a_client_that_reads_nothing_is_cut_off_and_waits_alone(model: Path) -> None:
     workers = [NullWorker("a0", Role.AGGREGATED, num_blocks=40_000)]
     options = {"http_port": 0, "client_stall_timeout_s": 1.0, "token_window": 16}
@@ -334,6 +285,53 @@ async def test_health_follows_the_workers_and_the_drain(model: Path) -> None:
             assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] is None
             refused = await client.post("/v1/completions", json={"prompt": "x"})
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+
+
+async def test_health_tells_of_a_drain(model: Path) -> None:
+    gate = Gate("token", index=1)
+    workers = pair()
+    workers[1].hook = gate
+    async with NullCluster(model, workers, http_port=0) as cluster:
+        client = httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}", timeout=20.0)
+        async with client:
+            asking = asyncio.ensure_future(ask(cluster, post(b'{"prompt":"x","max_tokens":3}')))
+            await gate.reached.wait()
+            assert (await client.get("/health")).status_code == 200
+            draining = asyncio.ensure_future(cluster.router.drain(20.0))
+            await until(lambda: cluster.dispatcher.draining, "it drains")
+            sick = await client.get("/health")
+            assert (sick.status_code, sick.json()) == (503, {"status": "not serving"})
+            assert sick.headers["connection"] == "close"
+            gate.opened.set()
+            assert answer(await asking)[0] == 200
+            assert await draining
+
+
+PUBLIC = {"/health", "/version", "/metrics", "/openapi.json"}
+
+
+async def test_every_path_but_the_public_ones_needs_a_key(model: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({hashlib.sha256(b"sk-1").hexdigest(): "acme"}))
+    async with NullCluster(model, pair(), http_port=0, api_keys_file=str(keys)) as cluster:
+        assert cluster.router._http is not None
+        app = cluster.router._http.app
+        routes = [(r.path, method) for r in app.routes if isinstance(r, Route) for method in r.methods or ()]
+        assert {path for path, _ in routes} > PUBLIC
+        async with httpx.AsyncClient(base_url=f"http://{cluster.router.http_address}") as client:
+            for route, method in routes:
+                path = route.replace("{model:path}", "null")
+                for headers, known in (
+                    ({}, False),
+                    ({"authorization": "Bearer sk-2"}, False),
+                    ({"authorization": "Bearer sk-1"}, True),
+                ):
+                    response = await client.request(
+                        method, path, headers=headers, json={} if method == "POST" else None
+                    )
+                    refused = response.status_code == 401
+                    assert refused == (not known and route not in PUBLIC), (method, path, headers)
+                    assert not refused or response.json()["error"]["code"] == "invalid_api_key"
 
 
 async def test_a_bug_is_told_without_details(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pdcore.errors import InvalidRequest, NoWorker, Overloaded, RateLimited, RequestError
 from pdcore.logprobs import Logprobs
 from pdcore.types import FinishReason
 from router.effects import Outcome
@@ -138,3 +139,23 @@ async def test_a_response_is_what_its_events_say(size: int) -> None:
     deltas = [event for event in told if event["type"] == "response.output_text.delta"]
     assert "".join(event["delta"] for event in deltas) == "Hm.So."
     assert "".join(entry["token"] for event in deltas for entry in event["logprobs"]) == "Hm.So."
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Overloaded("full", 1.0), "rate_limit_exceeded"),
+        (RateLimited("used up", 1.0), "rate_limit_exceeded"),
+        (InvalidRequest("input", "is bad"), "invalid_prompt"),
+        (NoWorker("none"), "server_error"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_response_that_fails_says_why_in_openais_words(error: RequestError, code: str) -> None:
+    body = parse(ResponseRequest, b'{"input": "x", "stream": true}')
+    form = ResponseFormat(body, plan_response(body, Headers("r"), "m", readable=True), Texts())
+    form.begin(0, call())
+    form.event(0, 0, chunks("So.", 2)[0])
+    *_, last = events(form.failure(error))
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": code, "message": str(error)}
