@@ -204,14 +204,14 @@ async def _fail(context: grpc.aio.ServicerContext, error: Exception, request: An
             failure.reason, failure.request_id = MALFORMED, new_request_id()
         case _:
             failure = bug(error, _id_of(request))
-    note(failure)
+    note(failure, failure.request_id)
     with suppress(grpc.aio.InternalError, grpc.aio.UsageError):  # the call is over, and nobody there to be told
         await abort(context, failure)
 
 
-def note(failure: RequestError) -> None:
-    """Put the end of a request into the log, where whoever was told its id will look for it."""
-    request_id = failure.request_id
+def note(failure: RequestError, request_id: str) -> None:
+    """Put the end of a request into the log, where whoever was told its id will look for it: neither what was asked,
+    nor the error's words about it."""
     logger.info("request %s fails: %s", request_id, failure.reason, extra={"request_id": request_id})
 
 

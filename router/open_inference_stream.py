@@ -98,7 +98,7 @@ class InferStream:
         await self._write(ModelStreamInferResponse(infer_response=response))
 
     async def _fail(self, message: ModelInferRequest, error: RequestError) -> None:
-        note(error)
+        note(error, error.request_id)
         response = ModelInferResponse(model_name=message.model_name, model_version=VERSION, id=message.id)
         told: dict[str, bool | int | str] = {
             FINAL: True,

@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 from pdcore.errors import InvalidRequest, RequestError
 from router.calls import Call, Calls, ClientGone
-from router.guard import bug
+from router.guard import bug, note
 from router.openai.collected import Collected
 from router.openai.errors import Headers, HttpProblem, renamed, reply_of
 from router.openai.plan import Plan
@@ -26,8 +25,6 @@ from router.stream import Chunk
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-logger = logging.getLogger(__name__)
 
 DONE = "data: [DONE]\n\n"
 LINGER_S = 5.0
@@ -158,18 +155,13 @@ class Reply:
         """Tell of an error, in whichever way there still is. Of what is no RequestError the log has the details."""
         if not isinstance(error, RequestError):
             error = bug(error, self.request_id)
-        self.note(error)
+        note(error, self.request_id)
         reply = reply_of(error)
         if self.started:
             await self._send({"type": "http.response.body", "body": b"data: %s\n\n" % reply.body})
             return
         rest = _read_on(receive, 4 * error.max_bytes) if isinstance(error, TooLarge) else None
         await self.whole(reply.status, reply.body, [*reply.headers, _JSON], before_end=rest)
-
-    def note(self, error: RequestError) -> None:
-        """What the log has of every request that fails: not what was asked, nor the error's words about it."""
-        about = {"request_id": self.request_id}
-        logger.info("request %s fails: %s", self.request_id, error.reason, extra=about)
 
     async def events(self, text: str) -> None:
         """Events; returns once the client's side has room for more."""
@@ -220,7 +212,7 @@ async def run_plan(calls: Calls, plan: Plan, form: Format, reply: Reply, caller:
         told = form.failure(error) if reply.started else ""
         if not told:
             raise
-        reply.note(error)
+        note(error, reply.request_id)
         await reply.end(told)
         return
     await reply.end(form.end(usage))
