@@ -257,6 +257,7 @@ class _Conversation:
             with Path(path).expanduser().open("x", encoding="utf-8") as file:  # nothing is overwritten
                 json.dump(self._history.messages, file, indent=2, ensure_ascii=False)
                 file.write("\n")
-        except OSError as error:
-            raise fail(f"/save: {path} cannot be written: {error.strerror}", EXIT_FAILED) from None
+        except (OSError, ValueError, RuntimeError) as error:  # such as a name with a NUL, or ~ of nobody
+            why = getattr(error, "strerror", None) or error
+            raise fail(f"/save: {path} cannot be written: {why}", EXIT_FAILED) from None
         _say(f"written to {path}")

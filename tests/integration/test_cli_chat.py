@@ -125,6 +125,8 @@ def test_stats_of_every_answer(cluster: ScriptedCluster) -> None:
         ("/save", "/save needs a file"),
         ("/save /nowhere/x", "/nowhere/x cannot be written: No such file"),
         ("/save README.md", "README.md cannot be written: File exists"),
+        ("/save ~nosuchuser/x", "~nosuchuser/x cannot be written: Could not determine home directory"),
+        ("/save a\0b", "cannot be written: embedded null byte"),
     ],
 )
 def test_a_bad_command_ends_a_pipe(
@@ -251,6 +253,20 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(cluster: ScriptedCluster, termi
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
+
+
+def test_a_file_that_cannot_be_written_ends_no_typed_chat(cluster: ScriptedCluster, terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.type("one\n")
+    terminal.wait_for("one!")
+    for path in ("~nosuchuser/x", "/nowhere/x"):
+        terminal.wait_for("> ")
+        terminal.type(f"/save {path}\n")
+        terminal.wait_for("cannot be written")
+    terminal.wait_for("> ")
+    terminal.type("two\n")
+    terminal.wait_for("two!")
+    assert messages(cluster.requests[-1]) == [("user", "one"), ("assistant", "one!"), ("user", "two")]
 
 
 def length_end(prompt_tokens: int, completion_tokens: int) -> Event:
