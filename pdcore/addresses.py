@@ -51,6 +51,10 @@ def _with_port(address: str) -> str:
         raise ValueError(f"address: must be HOST:PORT, without {name}= before it, got {address!r}")
     rest = rest.rstrip("/")
     host, colon, port = rest.rpartition(":")
+    try:
+        (host or rest).encode("idna")  # as whoever looks it up does: a part of a name has at most 63 characters
+    except UnicodeError:
+        raise ValueError(f"address: must be HOST:PORT, with a host's name as HOST, got {address[:100]!r}") from None
     if not colon or rest.endswith("]"):
         return f"{scheme}{separator}{rest}:{DEFAULT_PORT}"
     if ":" in host and "[" not in host:  # IPv6 as it stands

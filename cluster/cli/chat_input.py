@@ -56,8 +56,8 @@ def read_piped(prompt: str) -> str | None:
     """A line of standard input, which nobody types. Ends the command if it is not text."""
     try:
         line = sys.stdin.readline()
-    except UnicodeDecodeError as error:
-        raise fail(f"standard input is not text: {error}", EXIT_USAGE) from error
+    except UnicodeDecodeError:
+        raise fail("that is not valid UTF-8", EXIT_USAGE) from None
     return line.removesuffix("\n").removesuffix("\r") if line else None
 
 

@@ -180,7 +180,10 @@ def connect_all(
 
 def _nobody_answers(names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
     for name in names:
-        problem = tls_problem(name, tls)
+        try:
+            problem = tls_problem(name, tls)
+        except UnicodeError:  # no name that anybody could look up
+            continue
         if problem is not None:
             return fail(f"no connection with {name}: {problem.words}; {_advice(problem.mistake, name, tls)}")
     return fail(

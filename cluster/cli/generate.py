@@ -249,9 +249,12 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if sys.stdin.isatty():
         typer.echo("prompt (end with Ctrl-D):", err=True)
     try:
-        return _without_last_newline(sys.stdin.read())
-    except UnicodeDecodeError as error:
-        raise fail(f"standard input is not text: {error}", EXIT_USAGE) from error
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        raise fail("standard input is not valid UTF-8", EXIT_USAGE) from None
+    if not is_text(text):  # in the C locale Python takes any bytes
+        raise fail("standard input is not valid UTF-8", EXIT_USAGE)
+    return _without_last_newline(text)
 
 
 def _without_last_newline(text: str) -> str:

@@ -15,6 +15,7 @@ import uvloop
 from cluster.cli.client import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, fail
 from cluster.cli.settings import read_settings
 from cluster.cli.signals import Signals
+from cluster.cli.streams import write_or_give_up
 from cluster.config import ClusterConfig
 from cluster.config_file import to_yaml
 from cluster.descendants import kill_descendants
@@ -192,8 +193,4 @@ def where_to_call(grpc_addresses: Sequence[str], http_addresses: Sequence[str], 
 
 
 def _say(line: str) -> None:
-    try:
-        typer.echo(line)
-    except BrokenPipeError:  # whoever read it has gone, as in `serve | head`; the cluster goes on
-        with open(os.devnull, "w") as nobody:
-            os.dup2(nobody.fileno(), sys.stdout.fileno())
+    write_or_give_up(sys.stdout, f"{line}\n")  # the cluster goes on where its reader has gone, as in `serve | head`

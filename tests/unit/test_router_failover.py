@@ -29,6 +29,8 @@ def test_addresses_are_split() -> None:
         ("https://host", "https://host:50051"),
         ("grpcs://[::1]/", "grpcs://[::1]:50051"),
         ("https://host:443", "https://host:443"),
+        (f"https://{'a' * 63}", f"https://{'a' * 63}:50051"),
+        ("caf\u00e9.example.:7", "caf\u00e9.example.:7"),
         ("dns:host", "dns:host"),
         ("dns:///host", "dns:///host"),
         ("unix:/run/a=b", "unix:/run/a=b"),
@@ -47,6 +49,10 @@ def test_an_address_without_a_port_has_the_usual_one(address: str, whole: str) -
         ("host:", "a number below 65536"),
         ("host:x", "a number below 65536"),
         ("host:65536", "a number below 65536"),
+        (f"{'a' * 64}:1", "a host's name as HOST"),
+        (f"b.{'a' * 64}", "a host's name as HOST"),
+        ("a..b:1", "a host's name as HOST"),
+        ("\udcff:1", "a host's name as HOST"),
     ],
 )
 def test_what_is_no_address_is_refused_at_once(address: str, words: str) -> None:
