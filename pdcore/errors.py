@@ -174,7 +174,7 @@ class DeadlineExceeded(RequestError):
 
 
 class RequestCancelled(RequestError):
-    """The client cancelled, or disconnected."""
+    """The client cancelled, disconnected, or was closed."""
 
     reason = "CANCELLED"
 

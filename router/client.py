@@ -28,7 +28,6 @@ next, until the first event of an answer has come; one that drains is asked last
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
 import uuid
@@ -38,7 +37,7 @@ from typing import Any, Unpack
 import grpc
 
 from pdcore.api_key import key_metadata
-from pdcore.errors import RequestCancelled, RequestError
+from pdcore.errors import RequestError
 from pdcore.security import ClientTls
 from protos import generation_pb2, generation_pb2_grpc
 from router.channels import client_options
@@ -53,7 +52,8 @@ from router.client_messages import (
 )
 from router.client_retry import NEVER, Retry
 from router.client_stream import AsyncStream, Completion, Event, Progress, Stream, finish_reason_name
-from router.failover import Deadline, Rotation
+from router.client_tries import Tries
+from router.failover import Rotation, bounded
 from router.wire_errors import error_of
 from security.client import aio_client_channels, client_channels
 
@@ -93,38 +93,6 @@ def _one(sampling: Sampling | None) -> None:
         raise ValueError(f"n is {sampling.n}: `samples` returns them all")
 
 
-class _Tries:
-    """The tries of one call: when to make the next one. `request_id`: empty for a call that has none."""
-
-    def __init__(self, retry: Retry, timeout_s: float | None, request_id: str = "") -> None:
-        self.deadline = Deadline(timeout_s)
-        self._retry = retry
-        self._request_id = request_id
-        self._tried = 0
-        self._waited_s = 0.0
-
-    def wait_s(self, error: RequestError, final: bool = False) -> float:
-        """Seconds to wait before the next one; raises `error` if there is none, or it is `final`."""
-        self._tried += 1
-        left_s = self.deadline.left_s
-        wait = self._retry.wait_s(error, self._tried, self._waited_s, left_s, random.random())
-        if wait is None or final:
-            raise self.named(error)
-        self._waited_s += wait
-        return wait
-
-    def named(self, error: RequestError) -> RequestError:
-        """The error, which knows its request."""
-        if self._request_id:
-            error.request_id = self._request_id
-            error.add_note(f"request {self._request_id}")
-        return error
-
-
-def _cancelled() -> RequestCancelled:
-    return RequestCancelled("cancelled by the client")
-
-
 class Client:
     """Synchronous client; thread-safe. `timeout_s` of a call is its deadline, which the cluster honours.
 
@@ -161,7 +129,11 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End all calls: who reads gets RequestCancelled."""
+        """End all calls: who reads gets RequestCancelled, and so does who calls later.
+
+        A call that waits for its next try (see `Retry`) ends when it would be made.
+        """
+        self._stubs.close()
         for channel in self._channels:
             channel.close()
 
@@ -183,23 +155,25 @@ class Client:
             print(stream.request_id, stream.collect().finish_reason)
 
         Args:
-            timeout_s: seconds that the whole answer may take, tries included; None for no bound.
+            timeout_s: seconds that the whole answer may take, tries included; None for no bound, as is infinity.
             request: see `RequestOptions`.
 
-        Raises ValueError for what the message cannot carry; reading raises the errors of `pdcore.errors`.
+        Raises ValueError for what the message cannot carry, or a timeout that is none; reading raises the errors of
+        `pdcore.errors`. Their `request_id` is the stream's, unless the router did not get that far as to read it, or
+        refuses it: then it is the one that the router has given.
         """
         message, samples = _new_request(prompt, sampling, request)
         progress = Progress(message.request_id, samples, threading.Event())
-        return Stream(self._events(message, timeout_s, progress), progress)
+        return Stream(self._events(message, bounded(timeout_s), progress), progress)
 
     def _events(
         self, message: generation_pb2.GenerateRequest, timeout_s: float | None, progress: Progress[threading.Event]
     ) -> Generator[Event, None, None]:
-        tries = _Tries(self._retry, timeout_s, progress.request_id)
+        tries = Tries(self._retry, timeout_s, progress.failed)
         while True:
             try:
                 for stub, last in self._stubs.take():
-                    call = stub.Generate(message, timeout=tries.deadline.left_s, metadata=self._metadata)
+                    call = self._invoke(stub.Generate, message, tries.deadline.left_s)
                     progress.began(call)
                     try:
                         for event in call:
@@ -213,7 +187,7 @@ class Client:
             except RequestError as error:
                 wait = tries.wait_s(error, final=progress.begun)
             if progress.cancelled.wait(wait):
-                raise tries.named(_cancelled())
+                raise progress.was_cancelled()
 
     def complete(
         self,
@@ -247,9 +221,10 @@ class Client:
         request, silent = generation_pb2.CancelRequest(request_id=request_id), None
         for stub, _ in self._stubs.take():
             try:
-                if stub.Cancel(request, timeout=timeout_s, metadata=self._metadata).found:
+                if self._invoke(stub.Cancel, request, bounded(timeout_s)).found:
                     return True
             except grpc.RpcError as error:
+                self._stubs.check_open()
                 silent = error
         if silent is not None:
             raise error_of(silent) from silent
@@ -274,18 +249,24 @@ class Client:
         return str(self._call("Detokenize", request, timeout_s).text)
 
     def _call(self, method: str, request: object, timeout_s: float) -> Any:
-        tries = _Tries(self._retry, timeout_s)
+        tries = Tries(self._retry, timeout_s)
         while True:
             try:
                 for stub, last in self._stubs.take():
                     try:
-                        timeout = tries.deadline.left_s
-                        return getattr(stub, method)(request, timeout=timeout, metadata=self._metadata)
+                        return self._invoke(getattr(stub, method), request, tries.deadline.left_s)
                     except grpc.RpcError as error:
                         self._stubs.failed(stub, error, last)
             except RequestError as error:
                 wait = tries.wait_s(error)
             time.sleep(wait)
+
+    def _invoke(self, method: Any, request: object, timeout_s: float | None) -> Any:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except ValueError:  # as gRPC has it where another thread has just closed the channel
+            self._stubs.check_open()
+            raise
 
 
 class AsyncClient:
@@ -324,7 +305,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End all calls."""
+        """See `Client.close`."""
+        self._stubs.close()
         for channel in self._channels:
             await channel.close()
 
@@ -339,12 +321,12 @@ class AsyncClient:
         """See `Client.generate`, and `AsyncStream` for how to leave the loop early."""
         message, samples = _new_request(prompt, sampling, request)
         progress = Progress(message.request_id, samples, asyncio.Event())
-        return AsyncStream(self._events(message, timeout_s, progress), progress)
+        return AsyncStream(self._events(message, bounded(timeout_s), progress), progress)
 
     async def _events(
         self, message: generation_pb2.GenerateRequest, timeout_s: float | None, progress: Progress[asyncio.Event]
     ) -> AsyncGenerator[Event, None]:
-        tries = _Tries(self._retry, timeout_s, progress.request_id)
+        tries = Tries(self._retry, timeout_s, progress.failed)
         while True:
             try:
                 for stub, last in self._stubs.take():
@@ -358,16 +340,18 @@ class AsyncClient:
                     except grpc.RpcError as error:
                         self._stubs.failed(stub, error, progress.begun or last)
                     except asyncio.CancelledError:  # of the call, unless it is of this task
-                        task = asyncio.current_task()
-                        if not progress.cancelled.is_set() or (task is not None and task.cancelling()):
+                        if _task_is_cancelled():
                             raise
-                        raise _cancelled() from None
+                        self._stubs.check_open()
+                        if not progress.cancelled.is_set():
+                            raise
+                        raise progress.was_cancelled() from None
                     finally:
                         call.cancel()
             except RequestError as error:
                 wait = tries.wait_s(error, final=progress.begun)
             if await _set_within(progress.cancelled, wait):
-                raise tries.named(_cancelled())
+                raise progress.was_cancelled()
 
     async def complete(
         self,
@@ -399,9 +383,10 @@ class AsyncClient:
         request, silent = generation_pb2.CancelRequest(request_id=request_id), None
         for stub, _ in self._stubs.take():
             try:
-                if (await stub.Cancel(request, timeout=timeout_s, metadata=self._metadata)).found:
+                if (await self._invoke(stub.Cancel, request, bounded(timeout_s))).found:
                     return True
             except grpc.RpcError as error:
+                self._stubs.check_open()
                 silent = error
         if silent is not None:
             raise error_of(silent) from silent
@@ -428,18 +413,30 @@ class AsyncClient:
         return str(reply.text)
 
     async def _call(self, method: str, request: object, timeout_s: float) -> Any:
-        tries = _Tries(self._retry, timeout_s)
+        tries = Tries(self._retry, timeout_s)
         while True:
             try:
                 for stub, last in self._stubs.take():
                     try:
-                        timeout = tries.deadline.left_s
-                        return await getattr(stub, method)(request, timeout=timeout, metadata=self._metadata)
+                        return await self._invoke(getattr(stub, method), request, tries.deadline.left_s)
                     except grpc.RpcError as error:
                         self._stubs.failed(stub, error, last)
             except RequestError as error:
                 wait = tries.wait_s(error)
             await asyncio.sleep(wait)
+
+    async def _invoke(self, method: Any, request: object, timeout_s: float | None) -> Any:
+        try:
+            return await method(request, timeout=timeout_s, metadata=self._metadata)
+        except asyncio.CancelledError:  # of the call, by `close`, unless it is of this task
+            if not _task_is_cancelled():
+                self._stubs.check_open()
+            raise
+
+
+def _task_is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _set_within(event: asyncio.Event, wait_s: float) -> bool:

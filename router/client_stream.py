@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from pdcore.errors import InternalError
+from pdcore.errors import InternalError, RequestCancelled, RequestError
 from pdcore.logprobs import Logprobs, joined
 from protos import generation_pb2, worker_pb2
 from protos.convert import logprobs_from_proto
@@ -86,7 +86,7 @@ class Progress(Generic[Flag]):
 
     Attributes:
         request_id: of the request. call: gRPC's, which runs; None while there is none. begun: an event has come.
-        cancelled: set once nobody wants the answer any more.
+        cancelled: set once nobody wants the answer any more. failure: what reading ended with, if it failed.
     """
 
     def __init__(self, request_id: str, samples: int, cancelled: Flag) -> None:
@@ -95,6 +95,7 @@ class Progress(Generic[Flag]):
         self.call: Any = None
         self.begun = False
         self.cancelled: Flag = cancelled
+        self.failure: RequestError | None = None
         self._collectors: defaultdict[int, _Collector] = defaultdict(_Collector)
 
     def began(self, call: Any) -> None:
@@ -116,19 +117,40 @@ class Progress(Generic[Flag]):
         if call is not None:
             call.cancel()
 
+    def failed(self, error: RequestError) -> RequestError:
+        """The answer ends with this error; returns it, which knows its request.
+
+        A router that was told no id, or none that it takes, has made one: that is the one in its log.
+        """
+        if error is not self.failure:
+            error.request_id = error.request_id or self.request_id
+            error.add_note(f"request {error.request_id}")
+            self.failure = error
+        return error
+
+    def was_cancelled(self) -> RequestError:
+        """The answer ends since nobody wants it; returns the error for whoever reads it."""
+        return self.failed(RequestCancelled("cancelled by the client"))
+
     def check_complete(self) -> None:
-        """Raises InternalError if a sample has not ended."""
+        """If a sample has not ended, raises the error that reading ended with; RequestCancelled if it was not read to
+        its end; InternalError if the stream ended too early."""
         ended = sum(collector.end is not None for collector in self._collectors.values())
-        if ended != self.samples:
-            raise InternalError(f"the stream ended when {ended} of {self.samples} answers were complete")
+        if ended == self.samples:
+            return
+        if self.failure is not None:
+            raise self.failure
+        if self.cancelled.is_set():
+            raise self.was_cancelled()
+        raise self.failed(InternalError(f"the stream ended when {ended} of {self.samples} answers were complete"))
 
     def completions(self) -> list[Completion]:
-        """All samples. Raises InternalError if one has not ended."""
+        """All samples. Raises what `check_complete` does."""
         self.check_complete()
         return [self._collectors[sample].completion(self.request_id) for sample in range(self.samples)]
 
     def completion(self) -> Completion:
-        """The only sample. Raises ValueError if there are several, InternalError if it has not ended."""
+        """The only sample. Raises ValueError if there are several, else what `check_complete` does."""
         if self.samples != 1:
             raise ValueError(f"n is {self.samples}: `samples` returns them all")
         return self.completions()[0]
@@ -164,7 +186,10 @@ class Stream(Iterator[Event]):
         return next(self._events)
 
     def collect(self) -> Completion:
-        """The whole answer, with what was read before. Raises ValueError for several samples: see `samples`."""
+        """The whole answer, with what was read before. Raises ValueError for several samples: see `samples`.
+
+        After reading has failed, the same error again; RequestCancelled after `cancel` or `close` before the end.
+        """
         if self._progress.samples == 1:
             for _ in self._events:
                 pass
@@ -182,6 +207,7 @@ class Stream(Iterator[Event]):
 
     def close(self) -> None:
         """Read no more; ends the request if it runs."""
+        self._progress.cancel()
         self._events.close()
 
     def __enter__(self) -> Stream:
@@ -237,6 +263,7 @@ class AsyncStream(AsyncIterator[Event]):
 
     async def aclose(self) -> None:
         """See `Stream.close`."""
+        self._progress.cancel()
         await self._events.aclose()
 
     async def __aenter__(self) -> AsyncStream:

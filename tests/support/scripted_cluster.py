@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from cluster.cli.app import app
 from pdcore.errors import RequestError, UnknownModel
 from protos import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, kv_pb2, worker_pb2
-from router.wire_errors import status_of
+from router.wire_errors import REQUEST_ID_METADATA, status_of
 
 Event = generation_pb2.GenerateEvent
 
@@ -45,7 +45,9 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
 
     Attributes:
         answers: other events, by the prompt or the last message of a chat.
-        late_s: seconds until the first event of an answer.
+        late_s: seconds until the first event of an answer, or until Detokenize and Cancel reply.
+        made_id: of the request, in every RequestError that a call fails with; empty for none.
+        status_error: what GetStatus and GetSteps fail with.
         endless: what is asked like this gets its events and no end. left: set once its client has gone.
     """
 
@@ -59,6 +61,8 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
             Event(end=END),
         ]
         self.answers: dict[str, list[generation_pb2.GenerateEvent]] = {}
+        self.made_id = ""
+        self.status_error: RequestError | None = None
         self.endless: str | None = None
         self.left = threading.Event()
         self.late_s = 0.0
@@ -86,7 +90,7 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
             gone.wait(30)
             return
         if isinstance(self.error, RequestError):
-            context.abort_with_status(rpc_status.to_status(status_of(self.error)))
+            self._fail(context, self.error)
         if self.error is not None:
             context.abort(*self.error)
 
@@ -96,19 +100,21 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
         self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         if request.model not in ("", self.model.model.name):
             error = UnknownModel(request.model, [self.model.model.name])
-            context.abort_with_status(rpc_status.to_status(status_of(error)))
+            self._fail(context, error)
         return self.model
 
     def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.ServicerContext
     ) -> generation_pb2.DetokenizeReply:
         self.keys.append(dict(context.invocation_metadata()).get("authorization"))
+        self._come_late(context)
         return generation_pb2.DetokenizeReply(text="".join(f"t{token_id}" for token_id in request.token_ids))
 
     def GetStatus(
         self, request: admin_pb2.GetStatusRequest, context: grpc.ServicerContext
     ) -> admin_pb2.GetStatusReply:
         self.keys.append(dict(context.invocation_metadata()).get("authorization"))
+        self._fail_status(context)
         return self.status
 
     def GetSteps(
@@ -116,7 +122,30 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
     ) -> admin_pb2.GetClusterStepsReply:
         self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         self.asked_steps = request.count
+        self._fail_status(context)
         return self.steps
+
+    def _come_late(self, context: grpc.ServicerContext) -> None:
+        gone = threading.Event()
+        if context.add_callback(gone.set):
+            gone.wait(self.late_s)
+
+    def _fail(self, context: grpc.ServicerContext, error: RequestError) -> None:
+        status = rpc_status.to_status(status_of(error))
+        made = ((REQUEST_ID_METADATA, self.made_id),) if self.made_id else ()
+        context.set_trailing_metadata((*status.trailing_metadata, *made))
+        context.abort(status.code, status.details)
+
+    def _fail_status(self, context: grpc.ServicerContext) -> None:
+        if self.status_error is not None:
+            self._fail(context, self.status_error)
+
+    def Cancel(
+        self, request: generation_pb2.CancelRequest, context: grpc.ServicerContext
+    ) -> generation_pb2.CancelReply:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
+        self._come_late(context)
+        return generation_pb2.CancelReply(found=True)
 
 
 @contextmanager
