@@ -81,8 +81,10 @@ def _stream(
     others: bool,
 ) -> None:
     """See `stream_answers`. `others`: there are other routers; raises _NextRouter for them."""
+    from router.failover import bounded  # with what errors mean, which is not needed to answer --help
+
     alone = len(answers) == 1
-    call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=timeout)
+    call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=bounded(timeout))
     begun = False
 
     def end_line() -> None:
