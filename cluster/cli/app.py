@@ -9,9 +9,27 @@ import typer
 
 from cluster.cli import calibrate, chat, codecs, config, demo, generate, models, serve, status
 
+HELP = """\
+Serve a language model with separate pools of workers for prompts (prefill) and for answers (decode).
+
+Examples:
+
+  pdserve demo
+
+  pdserve serve
+
+  pdserve generate --chat "Why is the sky blue?"
+
+  pdserve chat
+
+  pdserve status
+
+`pdserve COMMAND --help` has more of each.
+"""
+
 app = typer.Typer(
     name="pdserve",
-    help="Serve a language model with separate pools of workers for prompts (prefill) and for answers (decode).",
+    help=HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -41,6 +42,15 @@ def test_help_has_examples(command: str) -> None:
     assert f"pdserve {command}" in out
 
 
+def test_help_of_the_whole_has_examples_of_commands_that_there_are() -> None:
+    code, out, _ = invoke("--help")
+    assert code == 0
+    assert "Examples:" in out
+    shown = re.findall(r"(?m)^ *pdserve ([a-z]+)(?: .*)?$", out.partition("Examples:")[2].partition("Options")[0])
+    assert len(shown) >= 4
+    assert set(shown) <= set(COMMANDS)
+
+
 def run_in_shell(script: str, shell: str = "bash", **environment: str) -> str:
     """What a script prints that calls the command."""
     done = subprocess.run(
@@ -68,6 +78,28 @@ def test_completion_in_bash(tmp_path: Path) -> None:
     """
     path = f"{tmp_path}:{os.environ['PATH']}"
     assert run_in_shell(script, SHOWN=shown, PATH=path).split() == ["generate", "batch"]
+
+
+@pytest.mark.parametrize(
+    ("shell", "script", "asked"),
+    [
+        ("zsh", ["#compdef pdserve", "compdef _pdserve_completion pdserve", "_PDSERVE_COMPLETE=complete_zsh"], {}),
+        (
+            "fish",
+            ["complete --command pdserve", "_PDSERVE_COMPLETE=complete_fish"],
+            {"_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+        ),
+    ],
+)
+def test_completion_in_shells_that_may_not_be_here(shell: str, script: list[str], asked: dict[str, str]) -> None:
+    """What they are given to source, and what that script then asks for."""
+    given = run_in_shell('"$PYTHON" -m cluster', _PDSERVE_COMPLETE=f"source_{shell}")
+    assert all(part in given for part in script), given
+    for words, completed, other in (("gen", "generate", "status"), ("chat --priority b", "batch", "standard")):
+        environment = {"_PDSERVE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": f"pdserve {words}", **asked}
+        answer = run_in_shell('"$PYTHON" -m cluster', **environment)
+        assert completed in answer
+        assert other not in answer
 
 
 def test_installing_completion_writes_to_the_home_of_whoever_asks(tmp_path: Path) -> None:

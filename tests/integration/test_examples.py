@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -442,6 +443,24 @@ def shown(language: str, begins: str, server: NullServer) -> str:
     (block,) = [block for block in blocks if block.startswith(begins)]
     assert "127.0.0.1" in block or "node" in block
     return block.replace("127.0.0.1:50051", server.address).replace("http://127.0.0.1:8000", server.url)
+
+
+def test_the_command_as_readme_has_it(server: NullServer) -> None:
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```$", (REPOSITORY / "README.md").read_text())
+    (block,) = [block for block in blocks if block.startswith(".venv/bin/pdserve generate")]
+    commands = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert [command[:2] for command in commands] == [
+        [".venv/bin/pdserve", name] for name in ("generate", "chat", "status")
+    ]
+    told = []
+    for _, *arguments in commands:
+        script = shlex.join([sys.executable, "-m", "cluster", *arguments, "--address", server.address])
+        told.append(run("bash", "-ec", f"printf 'Why?\\nAnd how?\\n' | {script}"))
+    (answer, stats), (conversation, said), (state, _) = told
+    assert answer
+    assert "first token after" in stats
+    assert (conversation.count("\n") >= 2, said) == (True, "")
+    assert "serving" in state
 
 
 def test_grpcurl_as_readme_has_it(server: NullServer, tmp_path: Path) -> None:
