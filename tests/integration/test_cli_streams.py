@@ -147,3 +147,14 @@ def test_an_address_that_nobody_can_look_up() -> None:
         run = Shell(f"status --address {address}")
         assert run.code in (1, 2)
         assert words in run.err
+
+
+@pytest.mark.parametrize("gone", [">/dev/full", "| true"])
+def test_a_cluster_goes_on_where_nobody_can_be_told_of_its_state(gone: str) -> None:
+    code = "import sys; from cluster.cli.serve import _say; _say('x' * 9999); _say('y'); print('on', file=sys.stderr)"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; \"$PYTHON\" -c \"$CODE\" {gone}"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHON": sys.executable, "CODE": code},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "on\n")
