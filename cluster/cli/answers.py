@@ -10,7 +10,7 @@ import grpc
 
 from cluster.cli.client import EXIT_USAGE, fail, failed_call
 from cluster.cli.waiting import Waiting
-from cluster.timeline import Answer
+from cluster.timeline import Answer, finish_reason
 from protos import generation_pb2, generation_pb2_grpc
 
 Routers = Sequence[tuple[str, grpc.Channel]]
@@ -125,12 +125,28 @@ def _stream(
         sys.stdout.flush()
 
 
+def limit_words(
+    sampling: generation_pb2.Sampling, usage: generation_pb2.Usage, max_model_len: int, *, full: str
+) -> str:
+    """Which limit an answer has come to that was cut off by its length. `full`: what to say of the model's own."""
+    if sampling.HasField("max_tokens"):  # the router takes none for which there is no room
+        return "--max-tokens is reached"
+    if usage.prompt_tokens + usage.completion_tokens >= max_model_len:
+        return full
+    # As a rule its default; workers with little memory may have less room than the model.
+    return (
+        f"the cluster gives this answer {usage.completion_tokens} tokens at most, as no --max-tokens is given "
+        f"(see router.default_max_tokens)"
+    )
+
+
 def stats_line(answer: Answer) -> str:
-    """How fast an answer came, as the router measured it."""
+    """How fast an answer came, as the router measured it, and why it ended."""
     assert answer.end is not None, answer.name
     usage, timeline = answer.end.usage, answer.end.timeline
     rate = f"{1000 / timeline.tpot_ms:,.1f} tokens/s" if timeline.tpot_ms else "one step"
     return (
         f"first token after {timeline.ttft_ms:,.1f} ms, {rate}, {usage.completion_tokens} tokens; "
-        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached"
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached; "
+        f"finish reason: {finish_reason(answer.end)}"
     )

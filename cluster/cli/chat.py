@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import grpc
 import typer
 
-from cluster.cli.answers import Routers, Stopped, name_request, set_sampling, stats_line, stream_answers
+from cluster.cli.answers import (
+    Routers,
+    Stopped,
+    limit_words,
+    name_request,
+    set_sampling,
+    stats_line,
+    stream_answers,
+)
 from cluster.cli.chat_input import Turns, read_piped, read_typed
 from cluster.cli.client import DEFAULT_ADDRESS, EXIT_FAILED, EXIT_USAGE, connect_all, fail, failed_call, read_api_key
 from cluster.cli.options import (
@@ -208,22 +216,14 @@ class _Conversation:
             self._history.answered(answer.text)
         if answer.end is None:
             return
-        if answer.end.finish_reason == generation_pb2.FINISH_REASON_LENGTH and self._typed:
-            _say(f"cut off there: {self._limit(answer.end.usage)}")
+        sampling = self._request.sampling
+        unasked = not sampling.HasField("max_tokens")  # a pipe need not be told of the limit that it has given
+        if answer.end.finish_reason == generation_pb2.FINISH_REASON_LENGTH and (self._typed or unasked):
+            full = "no room is left for this conversation; /reset begins another one"
+            length = self._served.max_model_len
+            _say(f"cut off there: {limit_words(sampling, answer.end.usage, length, full=full)}")
         if self._stats:
             _say(stats_line(answer))
-
-    def _limit(self, usage: generation_pb2.Usage) -> str:
-        """Which limit an answer has come to."""
-        if self._request.sampling.HasField("max_tokens"):  # the router takes none for which there is no room
-            return "--max-tokens is reached"
-        if usage.prompt_tokens + usage.completion_tokens >= self._served.max_model_len:
-            return "no room is left for this conversation; /reset begins another one"
-        # As a rule its default; workers with little memory may have less room than the model.
-        return (
-            f"the cluster gives this answer {usage.completion_tokens} tokens at most, as no --max-tokens is given "
-            f"(see router.default_max_tokens)"
-        )
 
     def _command(self, turn: str) -> bool:
         name, _, argument = turn.strip().partition(" ")

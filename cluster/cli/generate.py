@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import grpc
 import typer
 from rich.console import Console
 
-from cluster.cli.answers import Stopped, name_request, set_sampling, stats_line, stream_answers
+from cluster.cli.answers import Stopped, limit_words, name_request, set_sampling, stats_line, stream_answers
 from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect_all, fail, read_api_key
 from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
 from cluster.cli.options import (
@@ -33,7 +35,7 @@ from cluster.cli.structured import structured_output
 from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from cluster.timeline import Answer, samples_to_dict, timeline_tables
 from pdcore.types import MAX_SAMPLES
-from protos import generation_pb2
+from protos import generation_pb2, generation_pb2_grpc
 
 
 def generate(
@@ -203,6 +205,8 @@ def generate(
             _, channel = stream_answers(routers, request, answers, timeout=timeout, echo=not as_json)
         except Stopped:
             raise fail(f"interrupted; request {request.request_id} is cancelled", EXIT_INTERRUPTED) from None
+        if not as_json:  # which says why each answer ended
+            _say_what_is_cut_off(answers, request, channel)
         texts_of = TokenTexts(channel)
         shown = [] if as_json else [table for answer in answers for table in logprob_tables(answer, texts_of)]
     if as_json:
@@ -222,6 +226,36 @@ def generate(
         Console(stderr=True).print(table)
     for table in timeline_tables(answers) if timeline else ():
         Console(stderr=True).print(table)
+
+
+def _say_what_is_cut_off(
+    answers: Sequence[Answer], request: generation_pb2.GenerateRequest, channel: grpc.Channel
+) -> None:
+    """On standard error, unless it is by the limit that was asked for, and there is no form that may be broken."""
+    structured = request.sampling.HasField("structured_output")
+    if request.sampling.HasField("max_tokens") and not structured:
+        return
+    length = None
+    for answer in answers:
+        if answer.end is None or answer.end.finish_reason != generation_pb2.FINISH_REASON_LENGTH:
+            continue
+        if length is None:
+            length = _max_model_len(channel)
+        full = f"no room is left for more than the model's {length} tokens"
+        words = limit_words(request.sampling, answer.end.usage, length, full=full)
+        name = f"{answer.name}: " if len(answers) > 1 else ""
+        broken = "; it may not have the form that was asked for" if structured else ""
+        typer.secho(f"{name}cut off there: {words}{broken}", err=True, dim=True)
+
+
+def _max_model_len(channel: grpc.Channel) -> int:
+    """Tokens that the model takes; very many if nobody says."""
+    try:
+        request = generation_pb2.GetModelRequest()
+        reply = generation_pb2_grpc.GenerationStub(channel).GetModel(request, timeout=10.0)
+        return int(reply.model.max_model_len) or sys.maxsize
+    except grpc.RpcError:
+        return sys.maxsize
 
 
 def _set_bias(message: generation_pb2.Sampling, entry: str) -> None:

@@ -249,7 +249,6 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(cluster: ScriptedCluster, termi
     terminal.wait_for("Because so.")
     kept = [("user", "on"), ("assistant", "and on")]
     assert messages(cluster.requests[-1]) == [*kept, ("user", "a \nb")], "what failed is not part of it"
-    terminal.wait_for("cut off there")
     terminal.wait_for("> ")
     terminal.type("\x04")
     assert terminal.process.wait(20) == 0
@@ -272,6 +271,7 @@ def test_a_file_that_cannot_be_written_ends_no_typed_chat(cluster: ScriptedClust
 def length_end(prompt_tokens: int, completion_tokens: int) -> Event:
     end = generation_pb2.End()
     end.CopyFrom(END)
+    end.finish_reason = generation_pb2.FINISH_REASON_LENGTH
     end.usage.prompt_tokens, end.usage.completion_tokens = prompt_tokens, completion_tokens
     return Event(text="!", end=end)
 
@@ -291,6 +291,9 @@ def test_which_limit_cut_an_answer_off_is_said(cluster: ScriptedCluster) -> None
             shown.wait_for(words)
         finally:
             shown.close()
+    # A pipe is told what it could not know.
+    assert "cut off there: the cluster gives" in chat(cluster, "short").err
+    assert not chat(cluster, "short", flags=("--max-tokens", "30")).err
 
 
 @pytest.mark.parametrize("terminal_kind", ["dumb", "xterm"])

@@ -222,10 +222,45 @@ def test_generate_refuses_files_that_are_no_prompt(cluster: ScriptedCluster, tmp
 def test_generate_stats_go_to_standard_error(cluster: ScriptedCluster) -> None:
     run = Run("generate", "Why?", "--stats", "--address", cluster.address)
     assert run.out == "Because so.\n"
-    assert run.err == "first token after 12.2 ms, 222.2 tokens/s, 3 tokens; 0 of 5 prompt tokens cached\n"
+    assert (
+        run.err
+        == "first token after 12.2 ms, 222.2 tokens/s, 3 tokens; 0 of 5 prompt tokens cached; finish reason: stop\n"
+    )
     cluster.events = [Event(sample=number, text="x", end=END) for number in range(2)]
     run = Run("generate", "Why?", "-n", "2", "--stats", "--address", cluster.address)
     assert [line.partition(":")[0] for line in run.err.splitlines()] == ["sample 0", "sample 1"]
+
+
+def test_generate_says_that_an_answer_is_cut_off(cluster: ScriptedCluster) -> None:
+    cluster.model.model.max_model_len = 40
+    cut, full = generation_pb2.End(), generation_pb2.End()
+    for end in (cut, full):
+        end.CopyFrom(END)
+        end.finish_reason = generation_pb2.FINISH_REASON_LENGTH
+    full.usage.completion_tokens = 35
+    cluster.answers = {"Cut": [Event(text="x", end=cut)], "Full": [Event(text="x", end=full)]}
+    default = (
+        "cut off there: the cluster gives this answer 3 tokens at most, as no --max-tokens is given (see router."
+    )
+    for question, flags, words in (
+        ("Cut", (), default),
+        ("Full", (), "cut off there: no room is left for more than the model's 40 tokens\n"),
+        ("Cut", ("--json-object",), "it may not have the form that was asked for\n"),
+        ("Cut", ("--max-tokens", "3", "--regex", "x*"), "cut off there: --max-tokens is reached; it may not have"),
+        ("Cut", ("--max-tokens", "3"), ""),
+        ("Cut", ("--max-tokens", "3", "--stats"), "finish reason: length\n"),
+        ("Why?", ("--json-object",), ""),
+        ("Cut", ("--json",), ""),
+    ):
+        run = Run("generate", question, "--address", cluster.address, *flags)
+        assert run.code == 0
+        assert words in run.err, (flags, run.err)
+        assert words or not run.err, (flags, run.err)
+    cluster.events = [Event(sample=number, text="x", end=cut) for number in range(2)]
+    run = Run("generate", "Why?", "-n", "2", "--address", cluster.address)
+    assert [line.partition(": the")[0] for line in run.err.splitlines()] == [
+        f"sample {number}: cut off there" for number in range(2)
+    ]
 
 
 def test_generate_chat(cluster: ScriptedCluster) -> None:
@@ -249,7 +284,7 @@ def test_generate_json(cluster: ScriptedCluster) -> None:
         "text": "Because so.",
         "ttft_ms": 12.25,
         "tpot_ms": 4.5,
-        "finish_reason": "length",
+        "finish_reason": "stop",
         "prefill_worker": "prefill-0",
         "decode_worker": "decode-1",
         "kv": {

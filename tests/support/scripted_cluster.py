@@ -19,7 +19,7 @@ from router.wire_errors import REQUEST_ID_METADATA, status_of
 Event = generation_pb2.GenerateEvent
 
 END = generation_pb2.End(
-    finish_reason=generation_pb2.FINISH_REASON_LENGTH,
+    finish_reason=generation_pb2.FINISH_REASON_STOP,
     usage=generation_pb2.Usage(prompt_tokens=5, completion_tokens=3),
     timeline=generation_pb2.Timeline(
         queued_ms=1.5,
