@@ -10,6 +10,9 @@ from urllib.parse import unquote
 
 TIME_IS_UP = "the time was up before the answer was complete"
 CONNECTION_ENDED = "the router closed the connection, or has ended"
+NO_NAME = "its name is not known"
+NOBODY_LISTENS = "nothing listens there; a router may be starting, or have ended"
+NO_GRPC = "it does not speak gRPC; an HTTP interface has another port"
 
 _DEADLINE = re.compile(r"(Stream removed \()?Deadline Exceeded\)?")
 _ENDED = re.compile(
@@ -21,11 +24,11 @@ _NO_CONNECTION = re.compile(
 )
 # Why there is none: what the text has in it, and what that means.
 _WHY = (
-    ("Connection refused", "nothing listens there; a router may be starting, or have ended"),
+    ("Connection refused", NOBODY_LISTENS),
     ("WRONG_VERSION_NUMBER", "it speaks no TLS, and was called with it, by https:// or with certificates"),
     ("CERTIFICATE_VERIFY_FAILED", "it has a certificate of an authority that is not trusted here"),
     ("Hostname Verification Check failed", "its certificate has another name than it was called by"),
-    ("Failed parsing HTTP/2", "it does not speak gRPC; an HTTP interface has another port"),
+    ("Failed parsing HTTP/2", NO_GRPC),
     (
         "Socket closed",
         "it closed the connection at once, as one with TLS does when it is called in plain text, or without a "
@@ -44,7 +47,7 @@ def connection_words(text: str) -> str | None:
     if _ENDED.fullmatch(text):
         return CONNECTION_ENDED
     if (found := _NO_NAME.fullmatch(text)) is not None:
-        return f"no connection with {found['name']}: its name is not known"
+        return f"no connection with {found['name']}: {NO_NAME}"
     if (found := _NO_CONNECTION.fullmatch(text)) is None:
         return None
     why = found["why"].removeprefix("Failed to connect to remote host: ")

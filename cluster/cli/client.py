@@ -6,7 +6,7 @@ import math
 import os
 import threading
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pdcore.addresses import DEFAULT_PORT, split_addresses
 from pdcore.api_key import key_metadata
 from pdcore.errors import ConfigError
 from pdcore.security import ClientTls
+from protos import generation_pb2, generation_pb2_grpc
 from security.client import client_channels
 from security.probe import Mistake, tls_problem
 
@@ -135,13 +136,6 @@ def _advice(mistake: Mistake, address: str, tls: ClientTls | None) -> str:
 
 
 @contextmanager
-def connect(address: str, api_key: str = "", tls: ClientTls | None = None) -> Iterator[grpc.Channel]:
-    """A channel to a router that answers. Ends the command with an error within `CONNECT_S` if none does."""
-    with connect_all(address, api_key, tls) as routers:
-        yield routers[0][1]
-
-
-@contextmanager
 def connect_all(
     address: str, api_key: str = "", tls: ClientTls | None = None
 ) -> Iterator[list[tuple[str, grpc.Channel]]]:
@@ -161,36 +155,86 @@ def connect_all(
         raise fail(f"--{error}", EXIT_USAGE) from None
     except ConfigError as error:
         raise wrong_file(error) from None
-    one_is_up = threading.Event()
-    futures = {name: grpc.channel_ready_future(channel) for name, channel in channels.items()}
     try:
-        for future in futures.values():
-            future.add_done_callback(lambda _: one_is_up.set())
-        if not one_is_up.wait(CONNECT_S):
-            raise _nobody_answers(names, tls)
-        routers = sorted(channels.items(), key=lambda item: not futures[item[0]].done())
+        ready = _first_ready(channels)
+        if not ready:
+            raise _nobody_answers(channels, tls)
+        routers = sorted(channels.items(), key=lambda item: item[0] not in ready)
         if api_key:
             routers = [(name, grpc.intercept_channel(channel, _WithKey(api_key))) for name, channel in routers]
         yield routers
     finally:
-        for name, channel in channels.items():
-            futures[name].cancel()
+        for channel in channels.values():
             channel.close()
 
 
-def _nobody_answers(names: Sequence[str], tls: ClientTls | None) -> typer.Exit:
-    for name in names:
+def _first_ready(channels: Mapping[str, grpc.Channel]) -> set[str]:
+    """Those that are connected once one is; none if all have failed to connect, at once, or after `CONNECT_S`."""
+    states: dict[str, grpc.ChannelConnectivity] = {}
+    changed = threading.Condition()
+
+    def watch(name: str) -> Callable[[grpc.ChannelConnectivity], None]:
+        def seen(state: grpc.ChannelConnectivity) -> None:
+            with changed:
+                states[name] = state
+                changed.notify_all()
+
+        return seen
+
+    def ready() -> set[str]:
+        return {name for name, state in states.items() if state is grpc.ChannelConnectivity.READY}
+
+    def failed() -> bool:
+        failures = [state is grpc.ChannelConnectivity.TRANSIENT_FAILURE for state in states.values()]
+        return len(failures) == len(channels) and all(failures)
+
+    watching = {name: watch(name) for name in channels}
+    for name, channel in channels.items():
+        channel.subscribe(watching[name], try_to_connect=True)
+    with changed:
+        changed.wait_for(lambda: ready() or failed(), CONNECT_S)
+        found = ready()
+    for name, channel in channels.items():
+        channel.unsubscribe(watching[name])
+    return found
+
+
+def _nobody_answers(channels: Mapping[str, grpc.Channel], tls: ClientTls | None) -> typer.Exit:
+    from router.connection_words import NO_GRPC, NO_NAME, NOBODY_LISTENS
+
+    for name in channels:
         try:
             problem = tls_problem(name, tls)
         except UnicodeError:  # no name that anybody could look up
             continue
         if problem is not None:
             return fail(f"no connection with {name}: {problem.words}; {_advice(problem.mistake, name, tls)}")
-    return fail(
-        f"no pdserve cluster answers at {','.join(names)} within {CONNECT_S:g} s. If it is just starting, or ending "
-        f"to be started again, try again in a moment; otherwise start one with `pdserve serve`, or give what it "
-        f"printed behind grpc= (the URL behind http= is for OpenAI's clients) as --address"
-    )
+    advice = {
+        NO_NAME: "check --address",
+        NOBODY_LISTENS: "one that drains takes no new connections either: try again in a moment; otherwise start one "
+        "with `pdserve serve`, or give what it printed behind grpc= as --address",
+        NO_GRPC: "give what `pdserve serve` printed behind grpc= as --address (the URL behind http= is for OpenAI's "
+        "clients)",
+    }
+    causes = [_no_connection(name, channel) for name, channel in channels.items()]
+    fitting = [words for cause, words in advice.items() if any(cause in each for each in causes)]
+    fitting = fitting or ["check --address, or start a cluster with `pdserve serve`"]
+    return fail("; ".join([*causes, *fitting]))
+
+
+def _no_connection(name: str, channel: grpc.Channel) -> str:
+    """Why there is none with a router: a call on its channel fails at once with that."""
+    from router.wire_errors import NO_CONNECTION, error_of
+
+    try:
+        generation_pb2_grpc.GenerationStub(channel).GetModel(generation_pb2.GetModelRequest(), timeout=0.1)
+    except grpc.RpcError as error:
+        meant = error_of(error)
+        if meant.reason == NO_CONNECTION:
+            return str(meant)
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return f"no connection with {name}: {meant}"
+    return f"no connection with {name}: no answer within {CONNECT_S:g} s"
 
 
 def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typer.Exit:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cluster.cli.client import DEFAULT_ADDRESS, connect, failed_call, read_api_key
-from cluster.cli.options import ApiKeyFile
+from cluster.cli.client import DEFAULT_ADDRESS, EXIT_USAGE, connect_all, fail, failed_call, read_api_key
+from cluster.cli.options import Address, ApiKeyFile
 from cluster.cli.steps import show_steps
 from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from pdcore.addresses import grpc_address, http_address
@@ -27,7 +27,7 @@ _ROLES = {
     worker_pb2.WORKER_ROLE_DECODE: "decode",
     worker_pb2.WORKER_ROLE_AGGREGATED: "aggregated",
 }
-
+DEFAULT_STEPS = 20
 
 _CIRCUITS = {
     admin_pb2.CIRCUIT_STATE_OPEN: "open: it gets what nobody else could take",
@@ -37,10 +37,12 @@ _CIRCUITS = {
 
 def status(
     *,
-    address: Annotated[str, typer.Option(help="HOST[:PORT] of a running cluster.")] = DEFAULT_ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     steps: Annotated[bool, typer.Option("--steps", help="What each worker's last steps did, and why.")] = False,
-    last: Annotated[int, typer.Option(min=1, max=512, help="How many steps --steps shows.")] = 20,
+    last: Annotated[
+        int | None, typer.Option(min=1, max=512, help=f"How many steps --steps shows; default: {DEFAULT_STEPS}.")
+    ] = None,
     api_key_file: ApiKeyFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -59,13 +61,16 @@ def status(
 
       pdserve status --api-key-file operator.key
     """
+    if last is not None and not steps:
+        raise fail("--last needs --steps: nothing else has steps to show", EXIT_USAGE)
     tls = client_tls(tls_ca, tls_cert, tls_key, tls_name)
-    with connect(address, read_api_key(api_key_file), tls) as channel:
+    with connect_all(address, read_api_key(api_key_file), tls) as routers:
+        address, channel = routers[0]  # one that answers
         admin = admin_pb2_grpc.AdminStub(channel)
         reply: admin_pb2.GetStatusReply | admin_pb2.GetClusterStepsReply
         try:
             if steps:
-                reply = admin.GetSteps(worker_pb2.GetStepsRequest(count=last), timeout=10.0)
+                reply = admin.GetSteps(worker_pb2.GetStepsRequest(count=last or DEFAULT_STEPS), timeout=10.0)
             else:
                 reply = admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=5.0)
         except grpc.RpcError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import json
 import socket
@@ -87,6 +88,12 @@ def test_a_key_that_is_in_use_is_told(cluster: ScriptedCluster) -> None:
     assert run.code == 75
     assert "'r1'" in run.err
     assert "--idempotency-key" in run.err
+
+
+def test_status_shows_the_router_that_answered(cluster: ScriptedCluster) -> None:
+    run = Run("status", "--address", f"127.0.0.1:1,{cluster.address}")
+    assert f" at {cluster.address}: serving" in run.out
+    assert "127.0.0.1:1," not in run.out
 
 
 def test_status_lists_several_routers(cluster: ScriptedCluster) -> None:
@@ -509,8 +516,42 @@ def test_nobody_there(command: tuple[str, ...]) -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         run = Run(*command, "--address", address)
     assert run.code == 1
-    assert f"no pdserve cluster answers at {address}" in run.err
-    assert "pdserve serve" in run.err
+    assert f"no connection with {address}: nothing listens there" in run.err
+    assert "`pdserve serve`" in run.err
+
+
+def test_why_there_is_no_connection() -> None:
+    class Server(http.server.HTTPServer):
+        def handle_error(self, *_: object) -> None:  # whoever connects goes away at once
+            pass
+
+    with Server(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        try:
+            at = f"127.0.0.1:{other.server_port}"
+            run = Run("generate", "Why?", "--address", at)
+            assert run.code == 1
+            assert f"no connection with {at}: it does not speak gRPC" in run.err
+            assert "printed behind grpc=" in run.err
+        finally:
+            other.shutdown()
+    run = Run("generate", "Why?", "--address", "nohost.invalid,127.0.0.1:1")
+    assert run.code == 1
+    assert (
+        "no connection with nohost.invalid:50051: its name is not known; no connection with 127.0.0.1:1: " in run.err
+    )
+    assert "; check --address; one that drains takes no new connections" in run.err
+
+
+def test_a_router_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.cli.client.CONNECT_S", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        run = Run("status", "--address", address)
+    assert run.code == 1
+    assert f"no connection with {address}: no answer within 0.3 s; check --address" in run.err
 
 
 def test_a_router_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,7 +580,7 @@ def test_a_router_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:
                 server.stop(20)
                 run = Run("generate", "Why?", "--address", address)
                 assert run.code == 1
-                assert "just starting, or ending to be started again" in run.err
+                assert "one that drains takes no new connections" in run.err
                 assert not running.done()
                 call.cancel()
                 assert isinstance(running.exception(10), grpc.RpcError)
@@ -550,7 +591,7 @@ def test_a_router_that_drains(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_without_a_port_and_one_with_too_much() -> None:
     run = Run("generate", "Why?", "--address", "127.8.8.8")  # this machine, where nothing listens
     assert run.code == 1
-    assert "no pdserve cluster answers at 127.8.8.8:50051 " in run.err
+    assert "no connection with 127.8.8.8:50051: " in run.err
     run = Run("generate", "Why?", "--address", "grpc=127.0.0.1:50051")
     assert run.code == 2
     assert "--address: must be HOST:PORT, without grpc= before it" in run.err
@@ -792,6 +833,13 @@ def test_last_steps_as_a_table_that_fits_80_columns(
     assert second.split()[-2:] == ["21.5", "-"]
     assert max(map(len, lines)) <= 80
     assert "no route" in run.out
+
+
+def test_last_without_steps_is_refused(cluster: ScriptedCluster) -> None:
+    run = Run("status", "--last", "5", "--address", cluster.address)
+    assert run.code == 2
+    assert "--last needs --steps" in run.err
+    assert not cluster.keys, "nobody is asked"
 
 
 def test_last_steps_as_json(cluster: ScriptedCluster) -> None:
