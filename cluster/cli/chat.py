@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,7 @@ from cluster.cli.options import (
     TopP,
     is_text,
 )
+from cluster.cli.terminal import unechoed
 from cluster.cli.tls import TlsCa, TlsCert, TlsKey, TlsName, client_tls
 from cluster.timeline import Answer
 from protos import generation_pb2, generation_pb2_grpc, worker_pb2
@@ -51,7 +53,8 @@ HELP = '''\
 /save FILE     write the conversation to a new file, as JSON messages
 /quit          end, as Ctrl-D does
 //TEXT         say /TEXT
-A line that ends with \\ goes on in the next one; """ begins and ends a message of several lines.
+A line that ends with \\ goes on in the next one; """ begins and ends a message of several lines;
+what is pasted is one message, where the terminal can tell.
 Ctrl-C stops an answer, which stays in the conversation as far as it came.'''
 
 
@@ -109,7 +112,7 @@ def chat(
         set_sampling(request.sampling, name, value)
     from router.chat_history import ChatHistory
 
-    typed = sys.stdin.isatty() and sys.stdout.isatty()
+    typed = sys.stdin.isatty()
     tls = client_tls(tls_ca, tls_cert, tls_key, tls_name)
     with connect_all(address, read_api_key(api_key_file), tls) as routers:
         served = _served(routers, request.model)
@@ -126,8 +129,8 @@ def chat(
             except KeyboardInterrupt:
                 if not typed:
                     raise
-                print()
-                _say("Ctrl-D ends the chat")
+                typer.echo(err=True)
+                _say("the message is discarded" if turns.in_message else "Ctrl-D ends the chat")
             except typer.Exit:  # its cause has been told
                 if not typed:
                     raise
@@ -207,7 +210,8 @@ class _Conversation:
             request.chat.messages.add(role=message["role"], content=message["content"])
         answer = Answer("answer")
         try:
-            stream_answers(self._routers, request, [answer], timeout=self._timeout)
+            with unechoed() if self._typed else nullcontext():
+                stream_answers(self._routers, request, [answer], timeout=self._timeout)
         except Stopped:
             if not self._typed:
                 raise KeyboardInterrupt from None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pty
+import readline
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,17 +173,17 @@ def test_the_key_goes_with_every_call(cluster: ScriptedCluster, monkeypatch: pyt
 
 
 class Terminal:
-    """The command at a terminal of its own."""
+    """The command at a terminal of its own. `stdout`: a file descriptor for its standard output to go to instead."""
 
-    def __init__(self, *arguments: str, kind: str = "dumb") -> None:
+    def __init__(self, *arguments: str, kind: str = "dumb", stdout: int | None = None) -> None:
         self._ours, theirs = pty.openpty()
         self.seen = ""
         self._read = 0
         self.process = subprocess.Popen(
             # Tests may run in the background of a shell, where SIGINT is ignored, and children inherit that.
             ["env", "--default-signal=INT", sys.executable, "-m", "cluster", *arguments],
-            stdin=theirs, stdout=theirs, stderr=theirs, cwd=REPOSITORY, start_new_session=True,
-            env={**os.environ, "TERM": kind},
+            stdin=theirs, stdout=theirs if stdout is None else stdout, stderr=theirs, cwd=REPOSITORY,
+            start_new_session=True, env={**os.environ, "TERM": kind},
         )  # fmt: skip
         os.close(theirs)
 
@@ -211,6 +213,9 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._ours, text.encode())
+
+    def echoes(self) -> bool:
+        return bool(termios.tcgetattr(self._ours)[3] & termios.ECHO)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -326,3 +331,94 @@ def test_what_is_no_terminal_is_told_nothing_while_it_waits(
     cluster.late_s = 0.3
     run = Run("generate", "one", "--address", cluster.address)
     assert (run.code, run.out, run.err) == (0, "one!\n", "")
+
+
+def test_a_person_whose_answers_go_elsewhere_is_prompted_too(cluster: ScriptedCluster, tmp_path: Path) -> None:
+    with (tmp_path / "answers").open("w+") as answers:
+        shown = Terminal("chat", "--address", cluster.address, stdout=answers.fileno())
+        try:
+            shown.wait_for("tiny at 127.0.0.1:")
+            shown.wait_for("> ")
+            shown.type("/nonsense\n")
+            shown.wait_for("/help lists what is")
+            shown.wait_for("> ")
+            shown.interrupt("Ctrl-D ends")
+            shown.wait_for("> ")
+            shown.type("one\n")
+            shown.wait_for("> ")
+            shown.type("\x04")
+            assert shown.process.wait(20) == 0
+        finally:
+            shown.close()
+        answers.seek(0)
+        assert answers.read() == "one!\n"
+
+
+def test_ctrl_c_in_a_message_says_that_it_is_discarded(cluster: ScriptedCluster, terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.type('"""one\n')
+    terminal.wait_for(". ")
+    terminal.interrupt("the message is discarded")
+    terminal.wait_for("> ")
+    terminal.interrupt("Ctrl-D ends")
+    terminal.wait_for("> ")
+    terminal.type("two\n")
+    terminal.wait_for("two!")
+    assert messages(cluster.requests[-1]) == [("user", "two")]
+
+
+def test_what_is_typed_while_an_answer_comes_is_forgotten(cluster: ScriptedCluster, terminal: Terminal) -> None:
+    cluster.endless, cluster.answers["on"] = "on", [Event(text="and on")]
+    terminal.wait_for("> ")
+    terminal.type("on\n")
+    terminal.wait_for("and on")
+    assert not terminal.echoes()
+    terminal.type("typed too early\n")
+    time.sleep(0.3)
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.wait_for("stopped")
+    terminal.wait_for("> ")
+    terminal.type("two\n")
+    terminal.wait_for("two!")
+    assert "early" not in terminal.seen
+    assert [messages(request)[-1] for request in cluster.requests] == [("user", "on"), ("user", "two")]
+    # A failure is no reason to leave the terminal silent.
+    cluster.error = Overloaded("the queue is full", 1.0)
+    terminal.wait_for("> ")
+    terminal.type("two\n")
+    terminal.wait_for("the queue is full")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(20) == 0
+    assert terminal.echoes()
+
+
+def test_the_terminal_is_as_before_when_a_chat_is_ended(cluster: ScriptedCluster, terminal: Terminal) -> None:
+    cluster.endless, cluster.answers["on"] = "on", [Event(text="and on")]
+    terminal.wait_for("> ")
+    terminal.type("on\n")
+    terminal.wait_for("and on")
+    assert not terminal.echoes()
+    terminal.process.terminate()
+    assert terminal.process.wait(20) == -signal.SIGTERM
+    assert terminal.echoes()
+
+
+@pytest.mark.skipif("GNU" not in (readline.__doc__ or ""), reason="only the GNU readline takes what is pasted as one")
+def test_what_is_pasted_is_one_message(cluster: ScriptedCluster) -> None:
+    shown = Terminal("chat", "--address", cluster.address, kind="xterm")
+    try:
+        shown.wait_for("\x1b[?2004h")  # asks the terminal to say what is pasted
+        shown.wait_for("> ")
+        shown.type("\x1b[200~first\rsecond\r\rfourth\r\x1b[201~")
+        time.sleep(0.3)
+        assert not cluster.requests
+        shown.type("\r")
+        shown.wait_for("Because so.")
+        assert messages(cluster.requests[0]) == [("user", "first\nsecond\n\nfourth")]
+        shown.wait_for("> ")
+        shown.type('\x1b[200~"""\rprint(1)\r"""\r\x1b[201~\r')
+        shown.wait_for("Because so.")
+        assert messages(cluster.requests[1])[-1] == ("user", "print(1)")
+    finally:
+        shown.close()
