@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from cluster.cli.client import EXIT_FAILED, EXIT_USAGE, fail
+from cluster.cli.client import EXIT_FAILED, EXIT_USAGE, fail, read_file
 from cluster.cli.output import check_output
 from cluster.cli.progress import reporting
 from pdcore.errors import PdserveError
@@ -52,10 +52,7 @@ def calibrate(
 
     check_dtype(dtype)
     check_output("--out", out)
-    try:
-        given = [path.read_text(encoding="utf-8") for path in texts or ()]
-    except (OSError, ValueError) as error:
-        raise fail(f"--texts: cannot be read: {error}", EXIT_USAGE) from error
+    given = [read_file("--texts", path) for path in texts or ()]
     path = out
     try:
         kept, calibration = make_calibration(model, dtype, given, Console(stderr=True))

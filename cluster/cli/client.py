@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import typer
 
+from cluster.cli.flag_names import with_flags
 from pdcore.addresses import DEFAULT_PORT, split_addresses
 from pdcore.api_key import key_metadata
 from pdcore.errors import ConfigError
@@ -71,16 +73,21 @@ def fail(message: str, code: int = EXIT_FAILED) -> typer.Exit:
     return typer.Exit(code)
 
 
+def read_file(flag: str, path: Path) -> str:
+    """The text of a file that a flag names. Ends the command if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise fail(f"{flag}: cannot read {path}: {why}", EXIT_USAGE) from None
+
+
 def read_api_key(path: Path | None) -> str:
     """The key in a file, or in the environment; empty if there is none."""
     source, key = f"${API_KEY_VARIABLE}", os.environ.get(API_KEY_VARIABLE, "")
     if path is not None:
         source = "--api-key-file"
-        try:
-            key = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise fail(f"--api-key-file: {path} cannot be read: {why}", EXIT_USAGE) from None
+        key = read_file("--api-key-file", path)
         if not key.strip():
             raise fail(f"--api-key-file: {path} is empty", EXIT_USAGE)
     try:
@@ -113,11 +120,14 @@ class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
 
 def wrong_file(error: ConfigError) -> typer.Exit:
     """The end of a command whose certificates are not right."""
-    flag = _TLS_FLAGS.get(error.key, error.key)
-    return fail(str(ConfigError(_source(flag, str(error.value)), error.value, error.allowed)), EXIT_USAGE)
+    source = source_of(_TLS_FLAGS.get(error.key, error.key), str(error.value))
+    unreadable = re.fullmatch(r"a readable file \((.*)\)", error.allowed)
+    if unreadable is not None:
+        return fail(f"{source}: cannot read {error.value}: {unreadable[1]}", EXIT_USAGE)
+    return fail(str(ConfigError(source, error.value, error.allowed)), EXIT_USAGE)
 
 
-def _source(flag: str, value: str) -> str:
+def source_of(flag: str, value: str) -> str:
     """The flag that a value is from, or the variable of the environment that stands for it."""
     variable = TLS_VARIABLES.get(flag, "")
     return f"${variable}" if value and os.environ.get(variable) == value else flag
@@ -129,7 +139,7 @@ def _advice(mistake: Mistake, address: str, tls: ClientTls | None) -> str:
         return _TLS_ADVICE[mistake]
     tls = tls or ClientTls()
     files = {"--tls-ca": tls.ca_file, "--tls-cert": tls.cert_file, "--tls-key": tls.key_file}
-    given = [_source(flag, value) for flag, value in files.items() if value]
+    given = [source_of(flag, value) for flag, value in files.items() if value]
     given += ["--tls-name"] if tls.server_name else []
     given += [f"{address.partition('://')[0]}:// in the address"] if "://" in address else []
     return f"call it in plain text, without {' and '.join(given)}"
@@ -247,6 +257,7 @@ def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typ
     words = error.details() or "no details"
     if isinstance(meant, InvalidRequest):
         code = grpc.StatusCode.INVALID_ARGUMENT  # also what gRPC itself found to be too large
+        words = with_flags(words, meant)
     advice = _ADVICE.get(code)
     if isinstance(meant, DeadlineExceeded):
         words = str(meant)
@@ -258,5 +269,6 @@ def failed_call(error: grpc.RpcError, address: str, request_id: str = "") -> typ
         advice = f"try again in {max(1, math.ceil(meant.retry_after_s))} s"
     name = meant.request_id or request_id
     where = f"{status.name.lower().replace('_', ' ')}, from {address}" + (f", request {name}" if name else "")
-    message = f"{words} ({where})"
+    # What has lines, as of a bad regular expression, may point with the last of them at a place in another.
+    message = f"{words}{chr(10) if chr(10) in words else ' '}({where})"
     return fail(f"{message}; {advice}" if advice else message, _EXIT_CODES.get(code, EXIT_FAILED))

@@ -14,7 +14,15 @@ import typer
 from rich.console import Console
 
 from cluster.cli.answers import Stopped, limit_words, name_request, set_sampling, stats_line, stream_answers
-from cluster.cli.client import DEFAULT_ADDRESS, EXIT_INTERRUPTED, EXIT_USAGE, connect_all, fail, read_api_key
+from cluster.cli.client import (
+    DEFAULT_ADDRESS,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    connect_all,
+    fail,
+    read_api_key,
+    read_file,
+)
 from cluster.cli.logprobs import TokenTexts, logprob_tables, logprobs_to_dict
 from cluster.cli.options import (
     PRIORITIES,
@@ -208,7 +216,9 @@ def generate(
         if not as_json:  # which says why each answer ended
             _say_what_is_cut_off(answers, request, channel)
         texts_of = TokenTexts(channel)
-        shown = [] if as_json else [table for answer in answers for table in logprob_tables(answer, texts_of)]
+        prompt_ids = [] if as_json or prompt_logprobs is None else _prompt_token_ids(request, channel)
+        tables = (table for answer in answers for table in logprob_tables(answer, texts_of, prompt_ids))
+        shown = [] if as_json else list(tables)
     if as_json:
 
         def extra(answer: Answer) -> dict[str, object]:
@@ -248,6 +258,21 @@ def _say_what_is_cut_off(
         typer.secho(f"{name}cut off there: {words}{broken}", err=True, dim=True)
 
 
+def _prompt_token_ids(request: generation_pb2.GenerateRequest, channel: grpc.Channel) -> list[int]:
+    """Empty if nobody says."""
+    if request.HasField("token_ids"):
+        return list(request.token_ids.ids)
+    asked = generation_pb2.TokenizeRequest(model=request.model)
+    if request.HasField("chat"):
+        asked.chat.CopyFrom(request.chat)
+    else:
+        asked.prompt = request.prompt
+    try:
+        return list(generation_pb2_grpc.GenerationStub(channel).Tokenize(asked, timeout=10.0).token_ids)
+    except grpc.RpcError:
+        return []
+
+
 def _max_model_len(channel: grpc.Channel) -> int:
     """Tokens that the model takes; very many if nobody says."""
     try:
@@ -273,11 +298,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None and prompt is not None:
         raise fail("a prompt and --file exclude each other", EXIT_USAGE)
     if file is not None:
-        try:
-            return _without_last_newline(file.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise fail(f"--file: {file} cannot be read: {why}", EXIT_USAGE) from None
+        return _without_last_newline(read_file("--file", file))
     if prompt is not None and prompt != "-":
         return prompt
     if sys.stdin.isatty():

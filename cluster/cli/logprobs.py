@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 from rich.markup import escape
 from rich.table import Table
@@ -56,18 +58,24 @@ def _entries(logprobs: Logprobs) -> list[dict[str, object]]:
     ]
 
 
-def logprob_tables(answer: Answer, text_of: TokenTexts) -> list[Table]:
-    """A table each for the prompt and the output, as far as they were asked for: one row per token."""
+def logprob_tables(answer: Answer, text_of: TokenTexts, prompt_ids: Sequence[int] = ()) -> list[Table]:
+    """A table each for the prompt and the output, as far as they were asked for: one row per token.
+
+    Args:
+        prompt_ids: the prompt's tokens; without them, or if they are not all, its table does not name them.
+    """
     tables = []
     whose = f" of {answer.name}" if answer.sample is not None else ""
     if answer.prompt_logprobs:
-        tables.append(_table("Prompt log-probabilities", joined(answer.prompt_logprobs), None, text_of))
+        scored = joined(answer.prompt_logprobs)
+        known = prompt_ids if len(prompt_ids) == scored.start + len(scored.values) else None
+        tables.append(_table("Prompt log-probabilities", scored, known, text_of))
     if answer.logprobs:
         tables.append(_table(f"Log-probabilities{whose}", joined(answer.logprobs), answer.token_ids, text_of))
     return tables
 
 
-def _table(title: str, logprobs: Logprobs, token_ids: list[int] | None, text_of: TokenTexts) -> Table:
+def _table(title: str, logprobs: Logprobs, token_ids: Sequence[int] | None, text_of: TokenTexts) -> Table:
     """`token_ids`: the tokens themselves, from position 0 on; None if this program does not know them."""
     table = Table(title=title, title_justify="left")
     table.add_column("position", justify="right")

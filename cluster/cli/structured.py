@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.cli.client import EXIT_USAGE, fail
+from cluster.cli.client import EXIT_USAGE, fail, read_file
 from protos import worker_pb2
 
 
@@ -26,18 +26,11 @@ def structured_output(
     if len(asked) > 1:
         raise fail(f"{' and '.join(asked)} exclude each other", EXIT_USAGE)
     if json_schema is not None:
-        return worker_pb2.StructuredOutput(json_schema=_read("--json-schema", json_schema))
+        return worker_pb2.StructuredOutput(json_schema=read_file("--json-schema", json_schema))
     if grammar is not None:
-        return worker_pb2.StructuredOutput(grammar=_read("--grammar", grammar))
+        return worker_pb2.StructuredOutput(grammar=read_file("--grammar", grammar))
     if regex is not None:
         return worker_pb2.StructuredOutput(regex=regex)
     if choice:
         return worker_pb2.StructuredOutput(choice=worker_pb2.Choice(choices=choice))
     return worker_pb2.StructuredOutput(json_object=True)
-
-
-def _read(flag: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise fail(f"{flag}: cannot read {path}: {error}", EXIT_USAGE) from error

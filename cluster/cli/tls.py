@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli.client import TLS_VARIABLES, wrong_file
+from cluster.cli.client import EXIT_USAGE, TLS_VARIABLES, fail, source_of, wrong_file
 from pdcore.errors import ConfigError
 from pdcore.security import ClientTls
 
@@ -48,6 +48,9 @@ def client_tls(ca: Path | None, cert: Path | None, key: Path | None, name: str =
     """What the flags ask for; None if for nothing. Ends the command with an error if they do not fit together."""
     if not (ca or cert or key or name):
         return None
+    if bool(cert) != bool(key):
+        given, missing = ("--tls-cert", "--tls-key") if cert else ("--tls-key", "--tls-cert")
+        raise fail(f"{source_of(given, str(cert or key))} needs {missing}", EXIT_USAGE)
     try:
         files = [str(path) if path else "" for path in (ca, cert, key)]
         return ClientTls(files[0], files[1], files[2], server_name=name)

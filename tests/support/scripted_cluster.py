@@ -103,6 +103,12 @@ class ScriptedCluster(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Adm
             self._fail(context, error)
         return self.model
 
+    def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: grpc.ServicerContext
+    ) -> generation_pb2.TokenizeReply:
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
+        return generation_pb2.TokenizeReply(token_ids=[61, 62])
+
     def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: grpc.ServicerContext
     ) -> generation_pb2.DetokenizeReply:
