@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 30.0  # the router's sessions with workers that already serve
 _SIGN_OF_LIFE_S = 5.0  # between lines that say what is waited for
+_DRAIN_NEWS_S = 3.0  # between lines that say what still runs
 _JOIN_RAY_S = 30.0  # for a Ray that is being joined; Ray itself would try for ever
 _LEAVE_RAY_S = 10.0  # for a Ray that is being joined when we are told to end
 _LEAVE_OWN_RAY_S = 60.0  # for one that is being started: what is not up cannot be ended in order
@@ -185,7 +186,11 @@ class ClusterController:
         drained = True
         if self._routers is not None:
             self._report(f"draining: running requests get {timeout_s:g} s")
-            drained = await self._routers.drain(timeout_s)
+            telling = asyncio.create_task(self._tell_what_runs(started + timeout_s))
+            try:
+                drained = await self._routers.drain(timeout_s)
+            finally:
+                telling.cancel()
             if not drained:
                 self._report("some requests did not finish in time and are cut off")
         if self._pools is not None:
@@ -194,6 +199,15 @@ class ClusterController:
         if drained:
             self._report(f"drained ({time.monotonic() - started:.1f} s)")
         return drained
+
+    async def _tell_what_runs(self, ends: float) -> None:
+        """Say so every few seconds, by what the routers say themselves, until cancelled."""
+        assert self._membership is not None
+        while True:
+            await asyncio.sleep(_DRAIN_NEWS_S)
+            running = sum(report.running_requests for report in self._membership.routers.reports().values())
+            left_s = max(0.0, ends - time.monotonic())
+            self._report(f"draining: {running} running, {left_s:.0f} s left")
 
     async def stop(self) -> None:
         """End everything that was started; every part has its turn though another fails. Idempotent."""

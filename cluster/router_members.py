@@ -34,15 +34,21 @@ class _Entry:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     status: grpc.StatusCode = grpc.StatusCode.ABORTED
     reason: str = ""
-    report: RouterReport = field(default_factory=lambda: RouterReport(0, ""))
+    report: RouterReport = field(default_factory=lambda: RouterReport(0, "", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class RouterReport:
-    """What a router said last: the workers that it has sessions with, and why not with the others."""
+    """What a router said last: the workers that it has sessions with, and why not with the others; and its requests
+    that have not ended."""
 
     connected_workers: int
     problem: str
+    running_requests: int
+
+    @classmethod
+    def of(cls, message: routers_pb2.RouterRegistration) -> RouterReport:
+        return cls(message.connected_workers, message.problem, message.running_requests)
 
 
 class RouterMembers(routers_pb2_grpc.RoutersServicer):
@@ -125,7 +131,7 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
         try:
             await context.write(routers_pb2.RouterRegistrationReply())
             while (message := await self._next(context, entry)) is not None:
-                entry.report = RouterReport(message.connected_workers, message.problem)
+                entry.report = RouterReport.of(message)
                 if message.state in _STATES and message.state != entry.state:
                     entry.state = message.state
                     self._on_change()
@@ -257,9 +263,8 @@ class RouterMembers(routers_pb2_grpc.RoutersServicer):
             self._replaced.setdefault(router.router_id, set()).add(known)
         self._current[router.router_id] = router.incarnation
         self._forget(router.router_id, but=router.incarnation)
-        entry = self._entries[router.router_id] = _Entry(
-            router, registration.state, report=RouterReport(registration.connected_workers, registration.problem)
-        )
+        entry = _Entry(router, registration.state, report=RouterReport.of(registration))
+        self._entries[router.router_id] = entry
         self._on_change()
         logger.info("router %s joined at %s", router.router_id, router.address)
         return entry

@@ -24,39 +24,39 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/routers.proto\x12\npdserve.v1\"|\n\x11RouterDescription\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x14\n\x0chttp_address\x18\x14 \x01(\t\x12\x0b\n\x03tls\x18\x15 \x01(\x08\"e\n\x0cRouterMember\x12-\n\x06router\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.RouterDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.RouterState\"\x97\x01\n\x12RouterRegistration\x12-\n\x06router\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.RouterDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.RouterState\x12\x19\n\x11\x63onnected_workers\x18\x32 \x01(\r\x12\x0f\n\x07problem\x18\x33 \x01(\t\"\x19\n\x17RouterRegistrationReply\"Y\n\x0b\x43laimHolder\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0e\n\x06serial\x18\x04 \x01(\x04\"S\n\x0c\x43laimRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.ClaimHolder\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"6\n\nClaimReply\x12(\n\x07held_by\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ClaimHolder\"<\n\tHeldClaim\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06serial\x18\x03 \x01(\x04\"r\n\x12RenewClaimsRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12%\n\x06\x63laims\x18\x04 \x03(\x0b\x32\x15.pdserve.v1.HeldClaim\" \n\x10RenewClaimsReply\x12\x0c\n\x04lost\x18\x01 \x03(\x0c\"K\n\x13ReleaseClaimRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.ClaimHolder\"\x13\n\x11ReleaseClaimReply*`\n\x0bRouterState\x12\x1c\n\x18ROUTER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14ROUTER_STATE_SERVING\x10\x01\x12\x19\n\x15ROUTER_STATE_DRAINING\x10\x02\x32\xab\x02\n\x07Routers\x12S\n\x08Register\x12\x1e.pdserve.v1.RouterRegistration\x1a#.pdserve.v1.RouterRegistrationReply(\x01\x30\x01\x12\x39\n\x05\x43laim\x12\x18.pdserve.v1.ClaimRequest\x1a\x16.pdserve.v1.ClaimReply\x12\x45\n\x05Renew\x12\x1e.pdserve.v1.RenewClaimsRequest\x1a\x1c.pdserve.v1.RenewClaimsReply\x12I\n\x07Release\x12\x1f.pdserve.v1.ReleaseClaimRequest\x1a\x1d.pdserve.v1.ReleaseClaimReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/routers.proto\x12\npdserve.v1\"|\n\x11RouterDescription\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x14\n\x0chttp_address\x18\x14 \x01(\t\x12\x0b\n\x03tls\x18\x15 \x01(\x08\"e\n\x0cRouterMember\x12-\n\x06router\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.RouterDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.RouterState\"\xb1\x01\n\x12RouterRegistration\x12-\n\x06router\x18\x01 \x01(\x0b\x32\x1d.pdserve.v1.RouterDescription\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.pdserve.v1.RouterState\x12\x19\n\x11\x63onnected_workers\x18\x32 \x01(\r\x12\x0f\n\x07problem\x18\x33 \x01(\t\x12\x18\n\x10running_requests\x18\x34 \x01(\r\"\x19\n\x17RouterRegistrationReply\"Y\n\x0b\x43laimHolder\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0e\n\x06serial\x18\x04 \x01(\x04\"S\n\x0c\x43laimRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.ClaimHolder\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"6\n\nClaimReply\x12(\n\x07held_by\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ClaimHolder\"<\n\tHeldClaim\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06serial\x18\x03 \x01(\x04\"r\n\x12RenewClaimsRequest\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12%\n\x06\x63laims\x18\x04 \x03(\x0b\x32\x15.pdserve.v1.HeldClaim\" \n\x10RenewClaimsReply\x12\x0c\n\x04lost\x18\x01 \x03(\x0c\"K\n\x13ReleaseClaimRequest\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\'\n\x06holder\x18\x02 \x01(\x0b\x32\x17.pdserve.v1.ClaimHolder\"\x13\n\x11ReleaseClaimReply*`\n\x0bRouterState\x12\x1c\n\x18ROUTER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14ROUTER_STATE_SERVING\x10\x01\x12\x19\n\x15ROUTER_STATE_DRAINING\x10\x02\x32\xab\x02\n\x07Routers\x12S\n\x08Register\x12\x1e.pdserve.v1.RouterRegistration\x1a#.pdserve.v1.RouterRegistrationReply(\x01\x30\x01\x12\x39\n\x05\x43laim\x12\x18.pdserve.v1.ClaimRequest\x1a\x16.pdserve.v1.ClaimReply\x12\x45\n\x05Renew\x12\x1e.pdserve.v1.RenewClaimsRequest\x1a\x1c.pdserve.v1.RenewClaimsReply\x12I\n\x07Release\x12\x1f.pdserve.v1.ReleaseClaimRequest\x1a\x1d.pdserve.v1.ReleaseClaimReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.routers_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROUTERSTATE']._serialized_start=988
-  _globals['_ROUTERSTATE']._serialized_end=1084
+  _globals['_ROUTERSTATE']._serialized_start=1014
+  _globals['_ROUTERSTATE']._serialized_end=1110
   _globals['_ROUTERDESCRIPTION']._serialized_start=36
   _globals['_ROUTERDESCRIPTION']._serialized_end=160
   _globals['_ROUTERMEMBER']._serialized_start=162
   _globals['_ROUTERMEMBER']._serialized_end=263
   _globals['_ROUTERREGISTRATION']._serialized_start=266
-  _globals['_ROUTERREGISTRATION']._serialized_end=417
-  _globals['_ROUTERREGISTRATIONREPLY']._serialized_start=419
-  _globals['_ROUTERREGISTRATIONREPLY']._serialized_end=444
-  _globals['_CLAIMHOLDER']._serialized_start=446
-  _globals['_CLAIMHOLDER']._serialized_end=535
-  _globals['_CLAIMREQUEST']._serialized_start=537
-  _globals['_CLAIMREQUEST']._serialized_end=620
-  _globals['_CLAIMREPLY']._serialized_start=622
-  _globals['_CLAIMREPLY']._serialized_end=676
-  _globals['_HELDCLAIM']._serialized_start=678
-  _globals['_HELDCLAIM']._serialized_end=738
-  _globals['_RENEWCLAIMSREQUEST']._serialized_start=740
-  _globals['_RENEWCLAIMSREQUEST']._serialized_end=854
-  _globals['_RENEWCLAIMSREPLY']._serialized_start=856
-  _globals['_RENEWCLAIMSREPLY']._serialized_end=888
-  _globals['_RELEASECLAIMREQUEST']._serialized_start=890
-  _globals['_RELEASECLAIMREQUEST']._serialized_end=965
-  _globals['_RELEASECLAIMREPLY']._serialized_start=967
-  _globals['_RELEASECLAIMREPLY']._serialized_end=986
-  _globals['_ROUTERS']._serialized_start=1087
-  _globals['_ROUTERS']._serialized_end=1386
+  _globals['_ROUTERREGISTRATION']._serialized_end=443
+  _globals['_ROUTERREGISTRATIONREPLY']._serialized_start=445
+  _globals['_ROUTERREGISTRATIONREPLY']._serialized_end=470
+  _globals['_CLAIMHOLDER']._serialized_start=472
+  _globals['_CLAIMHOLDER']._serialized_end=561
+  _globals['_CLAIMREQUEST']._serialized_start=563
+  _globals['_CLAIMREQUEST']._serialized_end=646
+  _globals['_CLAIMREPLY']._serialized_start=648
+  _globals['_CLAIMREPLY']._serialized_end=702
+  _globals['_HELDCLAIM']._serialized_start=704
+  _globals['_HELDCLAIM']._serialized_end=764
+  _globals['_RENEWCLAIMSREQUEST']._serialized_start=766
+  _globals['_RENEWCLAIMSREQUEST']._serialized_end=880
+  _globals['_RENEWCLAIMSREPLY']._serialized_start=882
+  _globals['_RENEWCLAIMSREPLY']._serialized_end=914
+  _globals['_RELEASECLAIMREQUEST']._serialized_start=916
+  _globals['_RELEASECLAIMREQUEST']._serialized_end=991
+  _globals['_RELEASECLAIMREPLY']._serialized_start=993
+  _globals['_RELEASECLAIMREPLY']._serialized_end=1012
+  _globals['_ROUTERS']._serialized_start=1113
+  _globals['_ROUTERS']._serialized_end=1412
 # @@protoc_insertion_point(module_scope)

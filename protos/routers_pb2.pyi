@@ -101,11 +101,14 @@ class RouterRegistration(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     CONNECTED_WORKERS_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: builtins.int
     state: Global___RouterState.ValueType
     connected_workers: builtins.int
     """it has sessions with so many"""
     problem: builtins.str
     """why not with the others; empty if there are none"""
+    running_requests: builtins.int
+    """that have not ended, those that wait included"""
     @property
     def router(self) -> Global___RouterDescription:
         """in the first message"""
@@ -117,10 +120,11 @@ class RouterRegistration(google.protobuf.message.Message):
         state: Global___RouterState.ValueType = ...,
         connected_workers: builtins.int = ...,
         problem: builtins.str = ...,
+        running_requests: builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: typing_extensions.TypeAlias = typing.Literal["router", b"router"]
     def HasField(self, field_name: _HasFieldArgType) -> builtins.bool: ...
-    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connected_workers", b"connected_workers", "problem", b"problem", "router", b"router", "state", b"state"]
+    _ClearFieldArgType: typing_extensions.TypeAlias = typing.Literal["connected_workers", b"connected_workers", "problem", b"problem", "router", b"router", "running_requests", b"running_requests", "state", b"state"]
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
 
 Global___RouterRegistration: typing_extensions.TypeAlias = RouterRegistration

@@ -127,6 +127,11 @@ class Calls:
         """Whether no new request is let in."""
         return self._dispatcher.draining
 
+    @property
+    def running(self) -> int:
+        """Requests that were let in and whose clients have not all of their answers."""
+        return len(self._running)
+
     async def run(
         self,
         request: generation_pb2.GenerateRequest,

@@ -26,6 +26,7 @@ class RouterRegistration:
         controller: ``host:port``. router: what to register; nothing of it changes.
         heartbeat_s: seconds between signs of life.
         sessions: see `WorkerPool.sessions`, which the controller is told.
+        running: how many requests have not ended; it is told that as well.
         on_refused: called with the controller's words if another incarnation of this router has taken its place; no
             more is tried then.
     """
@@ -39,6 +40,7 @@ class RouterRegistration:
         max_message_bytes: int,
         on_refused: Callable[[str], None],
         sessions: Callable[[], tuple[int, str]] = lambda: (0, ""),
+        running: Callable[[], int] = lambda: 0,
         internal: Internal = PLAIN,
     ) -> None:
         self._controller = controller
@@ -48,6 +50,7 @@ class RouterRegistration:
         self._internal = internal
         self._on_refused = on_refused
         self._sessions = sessions
+        self._running = running
         self._state = routers_pb2.ROUTER_STATE_SERVING
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -113,4 +116,6 @@ class RouterRegistration:
 
     def _message(self) -> routers_pb2.RouterRegistration:
         connected, problem = self._sessions()
-        return routers_pb2.RouterRegistration(state=self._state, connected_workers=connected, problem=problem)
+        return routers_pb2.RouterRegistration(
+            state=self._state, connected_workers=connected, problem=problem, running_requests=self._running()
+        )

@@ -193,7 +193,7 @@ class RouterServer:
         self._server = server
         self.address = f"{config.host}:{port}"
         self._watcher.start()
-        self._registration = self._register()
+        self._registration = self._register(calls)
         self._tasks = [
             asyncio.create_task(self._follow_health(), name="router-health"),
             asyncio.create_task(calls.watch_stalls(), name="router-stalls"),
@@ -281,7 +281,7 @@ class RouterServer:
         self.http_address = http.address
         return http
 
-    def _register(self) -> RouterRegistration:
+    def _register(self, calls: Calls) -> RouterRegistration:
         config = self.config
         router = routers_pb2.RouterDescription(
             router_id=config.router_id,
@@ -298,6 +298,7 @@ class RouterServer:
             max_message_bytes=config.max_message_bytes,
             on_refused=self._on_replaced,
             sessions=self._dispatcher.pool.sessions,
+            running=lambda: calls.running,
             internal=self._internal,
         )
         registration.start()
