@@ -6,7 +6,7 @@
 //
 //   node generate.mjs --address HOST:PORT --tls-ca ca.crt [--tls-cert tls.crt --tls-key tls.key]
 //
-// Ctrl-C ends the request. A cluster with API keys takes one from PDSERVE_API_KEY.
+// Of several routers' addresses (A,B) the first is called: @grpc/grpc-js resolves one name. Ctrl-C ends the request. A cluster with API keys takes one from PDSERVE_API_KEY.
 
 import { readFileSync } from 'node:fs';
 import { isIP } from 'node:net';
@@ -63,7 +63,7 @@ function credentials(scheme, verify) {
 
 /** A client's target, credentials and options; ends the program if there can be none. */
 function connection() {
-  const [, scheme, host] = /^(?:(\w+):\/\/)?(.*?)\/?$/.exec(options.address);
+  const [, scheme, host] = /^(?:(\w+):\/\/)?(.*?)\/?$/.exec(options.address.split(',')[0]);
   const target = /(^[^:]*|\])$/.test(host) ? `${host}:50051` : host; // gRPC itself would take 443
   // A restarted router is found again within about a second: what matters to programs that stay.
   const channel = { 'grpc.initial_reconnect_backoff_ms': 250, 'grpc.max_reconnect_backoff_ms': 1000 };

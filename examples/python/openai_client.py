@@ -2,7 +2,8 @@
 
 Usage: python examples/python/openai_client.py [URL], and the flags of generate.py
 
-Under TLS the URL begins with https://; --tls-ca names the authority if it is not one of the usual ones.
+Of several routers' URLs (URL,URL) the first is called: the package takes one. Under TLS the URL begins with https://;
+--tls-ca names the authority if it is not one of the usual ones.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ if __name__ == "__main__":
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="as READY has it behind http=")
     add_flags(parser)
     args = parser.parse_args()
-    url = args.url.rstrip("/")
+    url = args.url.partition(",")[0].rstrip("/")
     url = url if "://" in url else f"http://{url}"
     try:
         main(url, caller(args))

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # pdserve's OpenAI interface by curl.
 #
-# Usage: examples/shell/curl.sh [URL]
+# Usage: examples/shell/curl.sh [URL]; of several routers' URLs (URL,URL) the first is called
 # The environment says who calls, as for `pdserve generate`: PDSERVE_API_KEY where the cluster has keys; under TLS (https://)
 # PDSERVE_TLS_CA, a file with the authority of its certificate, and PDSERVE_TLS_CERT and PDSERVE_TLS_KEY where it wants one.
 set -euo pipefail
 
 url=${1:-http://127.0.0.1:8000}
+url=${url%%,*}
 # The key goes by a file descriptor: arguments are there for everybody on this machine to see.
 tls=()
 [ -z "${PDSERVE_TLS_CA:-}" ] || tls+=(--cacert "$PDSERVE_TLS_CA")

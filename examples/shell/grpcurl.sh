@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # pdserve's gRPC interface by grpcurl: reflection is served, no .proto files are needed.
 #
-# Usage: examples/shell/grpcurl.sh [ADDRESS]
+# Usage: examples/shell/grpcurl.sh [ADDRESS]; of several routers' addresses (ADDRESS,ADDRESS) the first is called
 # The environment says who calls, as for `pdserve generate`: PDSERVE_API_KEY where the cluster has keys; PDSERVE_TLS_CA, a
 # file with the authority of its certificate, where it has TLS (or an https:// address for the usual authorities);
 # PDSERVE_TLS_CERT and PDSERVE_TLS_KEY where it wants a certificate.
 set -euo pipefail
 
 address=${1:-127.0.0.1:50051}
+address=${address%%,*}
 grpcurl=${GRPCURL:-grpcurl}
 if ! command -v "$grpcurl" >/dev/null; then
   echo "there is no $grpcurl: get it from https://github.com/fullstorydev/grpcurl/releases, or say where it is by GRPCURL" >&2

@@ -221,6 +221,18 @@ def test_grpcurl_that_is_not_there(server: NullServer) -> None:
     assert "get it from https://github.com/fullstorydev/grpcurl/releases" in err
 
 
+def test_of_several_routers_the_first_is_called(server: NullServer, node: Path) -> None:
+    """As READY lists them; programs of this project's client know them all."""
+    urls, addresses = f"{server.url},http://127.0.0.1:9", f"{server.address},127.0.0.1:9"
+    assert python("openai_client.py", urls)[0].startswith("served: null\n")
+    assert "data: [DONE]" in run(EXAMPLES / "shell" / "curl.sh", urls)[0]
+    assert run(EXAMPLES / "shell" / "grpcurl.sh", addresses, GRPCURL=str(grpcurl()))[0]
+    command = ("node", node / "generate.mjs", "--root", REPOSITORY, "--max-tokens", "5", "--address")
+    assert run(*command, addresses)[0]
+    for listed in (addresses, f"127.0.0.1:9,{server.address}"):
+        assert python("generate.py", listed)[0].startswith("served: null\n")
+
+
 # -- Node -----------------------------------------------------------------------------------------------------------
 
 
