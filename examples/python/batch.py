@@ -3,9 +3,10 @@
 Usage: python examples/python/batch.py prompts.jsonl answers.jsonl [--address HOST:PORT] [--concurrency 32]
 and the flags of generate.py. Exit status 2: a file or a flag is no good; 1: the cluster could not answer.
 
-A line of input is {"prompt": TEXT} or {"messages": [...]}, with "id" and "max_tokens" if you like. A line of output
-has its "id", "text", "finish_reason", "prompt_tokens", "cached_tokens" and "completion_tokens"; or "id", "error" and
-"request_id" if that prompt was refused for what it is. While the cluster has no room, prompts wait and come again.
+A line of input is {"prompt": TEXT} or {"messages": [{"role": TEXT, "content": TEXT}, ...]}, with "id" and "max_tokens"
+if you like; anything else in it ends the run, and is named. A line of output has its "id", "text", "finish_reason",
+"prompt_tokens", "cached_tokens" and "completion_tokens"; or "id", "error" and "request_id" if that prompt was refused
+for what it is. While the cluster has no room, prompts wait and come again.
 Whatever ends the run, the same command goes on where it was: answers that are there are kept.
 """
 
@@ -28,6 +29,30 @@ from router.client import AsyncClient, Retry, Sampling
 
 AHEAD = 4
 """Prompts that may be sent before the answer to an early one has come, as a multiple of the concurrency."""
+KEYS = ("id", "prompt", "messages", "max_tokens")
+MESSAGE_KEYS = ("role", "content", "name", "tool_call_id")
+
+
+def problem(item: object) -> str:
+    """Why a line of input is none; empty if it is one. What its values are good for is the cluster's to say."""
+    if not isinstance(item, dict) or ("prompt" in item) == ("messages" in item):
+        return 'an object with either "prompt" or "messages" is allowed'
+    for key in item:
+        if key not in KEYS:
+            return f"unknown key {key!r}; allowed: {', '.join(KEYS)}"
+    if not isinstance(item.get("prompt", ""), str):
+        return '"prompt" must be a text'
+    if type(item.get("max_tokens", 1)) is not int:
+        return '"max_tokens" must be a whole number'
+    messages = item.get("messages", [])
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return '"messages" must be a list of objects'
+    for key, value in ((key, value) for message in messages for key, value in message.items()):
+        if key not in MESSAGE_KEYS:
+            return f"unknown key {key!r} in a message; allowed: {', '.join(MESSAGE_KEYS)}"
+        if not isinstance(value, str):
+            return f"{key!r} of a message must be a text"
+    return ""
 
 
 def prompts(path: Path) -> Iterator[dict[str, Any]]:
@@ -39,8 +64,8 @@ def prompts(path: Path) -> Iterator[dict[str, Any]]:
                 item = json.loads(line)
             except (ValueError, RecursionError) as error:  # no UTF-8, or no JSON
                 refuse(f"{path}, line {number}: {error}")
-            if not isinstance(item, dict) or ("prompt" in item) == ("messages" in item):
-                refuse(f'{path}, line {number}: an object with either "prompt" or "messages" is allowed')
+            if words := problem(item):
+                refuse(f"{path}, line {number}: {words}")
             yield {"id": str(number), **item}
 
 
@@ -68,6 +93,8 @@ async def ask(client: AsyncClient, item: dict[str, Any], room: asyncio.Semaphore
             answer = await client.complete(prompt, sampling, timeout_s=timeout_s, priority="batch")
         except (InvalidRequest, DeadlineExceeded) as error:  # of this prompt alone
             return {"id": item["id"], "error": str(error), "request_id": error.request_id}
+        except ValueError as error:  # no message can carry it, so that nobody was asked
+            return {"id": item["id"], "error": str(error), "request_id": ""}
         usage = answer.end.usage
         return {
             "id": item["id"],
@@ -79,10 +106,10 @@ async def ask(client: AsyncClient, item: dict[str, Any], room: asyncio.Semaphore
         }
 
 
-async def run(args: argparse.Namespace, who: Caller, answers: BufferedRandom) -> int:
-    """Answer what has no answer yet; returns how many that were."""
+async def run(args: argparse.Namespace, who: Caller, answers: BufferedRandom) -> str:
+    """Answer what has no answer yet; returns in words how many that were."""
     known = take_up(answers)
-    room, written = asyncio.Semaphore(args.concurrency), 0
+    room, written, already = asyncio.Semaphore(args.concurrency), 0, 0
     running: deque[asyncio.Task[dict[str, Any]]] = deque()
 
     async def write_first() -> None:
@@ -99,6 +126,7 @@ async def run(args: argparse.Namespace, who: Caller, answers: BufferedRandom) ->
                 if number < len(known):
                     if item["id"] != known[number]:
                         refuse(f"{args.answers} is of other prompts: its answer {number + 1} is to {known[number]!r}")
+                    already += 1
                     continue
                 while len(running) >= AHEAD * args.concurrency or (running and running[0].done()):
                     await write_first()
@@ -109,7 +137,7 @@ async def run(args: argparse.Namespace, who: Caller, answers: BufferedRandom) ->
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-    return written
+    return f"all {already} were answered already" if already and not written else f"{written} prompts answered"
 
 
 def main() -> None:
@@ -127,7 +155,7 @@ def main() -> None:
         args.prompts.open("rb").close()  # before there is a file of answers to it
         args.answers.touch()
         with args.answers.open("r+b") as answers:
-            print(f"{asyncio.run(run(args, who, answers))} prompts answered")
+            print(asyncio.run(run(args, who, answers)))
     except OSError as error:
         refuse(str(error))
     except RequestError as error:  # of the cluster, and so of every prompt

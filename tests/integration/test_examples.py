@@ -150,12 +150,30 @@ def test_batch_keeps_the_order_waits_for_room_and_goes_on_where_it_was(model: Pa
 def test_batch_says_in_a_line_which_file_is_no_good(tmp_path: Path) -> None:
     good, answers = EXAMPLES / "python" / "prompts.jsonl", tmp_path / "answers.jsonl"
     (tmp_path / "odd.jsonl").write_text('{"prompt": "x"}\n{"prompt": "x", "messages": []}\n')
+    lines = {
+        "number": ('{"prompt": 3}', '"prompt" must be a text'),
+        "typo": (
+            '{"prompt": "x", "max_token": 5}',
+            "unknown key 'max_token'; allowed: id, prompt, messages, max_tokens",
+        ),
+        "many": ('{"prompt": "x", "max_tokens": "5"}', '"max_tokens" must be a whole number'),
+        "truth": ('{"prompt": "x", "max_tokens": true}', '"max_tokens" must be a whole number'),
+        "text": ('{"messages": "x"}', '"messages" must be a list of objects'),
+        "said": ('{"messages": [{"role": "user", "content": 3}]}', "'content' of a message must be a text"),
+        "roll": ('{"messages": [{"roll": "user"}]}', "unknown key 'roll' in a message; allowed: role, content"),
+    }
+    for name, (line, _) in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{line}\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe4"}\n')
     for prompts, target, words in (
         (tmp_path / "none.jsonl", answers, "No such file or directory: '.*none.jsonl'"),
         (tmp_path, answers, "Is a directory"),
         (tmp_path / "latin.jsonl", answers, "latin.jsonl, line 1: .*utf-8"),
         (tmp_path / "odd.jsonl", answers, 'odd.jsonl, line 2: an object with either "prompt"'),
+        *(
+            (tmp_path / f"{name}.jsonl", answers, f"{name}.jsonl, line 1: {words}")
+            for name, (_, words) in lines.items()
+        ),
         (good, tmp_path, "Is a directory"),
         (good, tmp_path / "odd.jsonl", "odd.jsonl has something else than answers"),
     ):
@@ -169,6 +187,18 @@ def test_batch_of_the_sample_prompts(server: NullServer, tmp_path: Path) -> None
     out, _ = python("batch.py", EXAMPLES / "python" / "prompts.jsonl", answers, "--address", server.address)
     assert out == "3 prompts answered\n"
     assert [json.loads(line)["id"] for line in answers.read_text().splitlines()] == ["tale", "sky", "3"]
+    out, _ = python("batch.py", EXAMPLES / "python" / "prompts.jsonl", answers, "--address", server.address)
+    assert out == "all 3 were answered already\n"
+
+
+def test_batch_answers_what_no_message_can_carry_by_an_error(server: NullServer, tmp_path: Path) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "\\ud800"}\n{"prompt": "x", "max_tokens": 99999999999}\n{"prompt": "x"}\n')
+    assert python("batch.py", prompts, answers, "--address", server.address)[0] == "3 prompts answered\n"
+    alone, many, good = (json.loads(line) for line in answers.read_text().splitlines())
+    assert "surrogates" in alone["error"]
+    assert "range" in many["error"]
+    assert good["finish_reason"] == "length"
 
 
 # -- OpenAI's interface ---------------------------------------------------------------------------------------------
