@@ -576,7 +576,9 @@ Global___Usage: typing_extensions.TypeAlias = Usage
 
 @typing.final
 class Timeline(google.protobuf.message.Message):
-    """Where the time went. Durations in milliseconds on the router's clock, unless a worker measured them."""
+    """Where the time went. Durations in milliseconds on the router's clock, unless a worker measured them. Mode, reason,
+    workers and transfer are those of one attempt to run the request: the last one that gave a token.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -613,7 +615,7 @@ class Timeline(google.protobuf.message.Message):
     """why that mode"""
     prefill_worker: builtins.str
     decode_worker: builtins.str
-    """empty if the request ended at its first token"""
+    """empty if the request ended at the prefill worker's token"""
     replays: builtins.int
     """times the request was run again after a failure"""
     @property

@@ -75,8 +75,8 @@ _NOTHING: Sequence[Effect] = ()
 class Timeline:
     """Where the time went. Times are seconds on the router's clock; None if it did not come to that.
 
-    `prefill_queued_s` and `prefill_s` were measured by the worker. `mode`, `reason` and `prefill_worker` are those of
-    the attempt that gave the first token; `decode_worker` is the last one that decoded.
+    `prefill_queued_s` and `prefill_s` were measured by the worker that computed the first token. `mode`, `reason`,
+    both workers and `kv` are those of one attempt: the last one that gave a token.
     """
 
     arrived: float
@@ -182,6 +182,7 @@ class RequestTracker:
         self._decode_next = 0  # index that the decode worker reports next
         self._credited = 0
         self._held: list[_Held] = []
+        self._kv: KvTransferStats | None = None  # once the decode worker has it
         self._revoked = False  # how the KV of what was delivered was lost last, if it was
         self._owed_by_prefill = False  # log-probabilities that nobody else has
         self._computing_whole = False  # one worker runs it, and has not computed the prompt, as far as is known
@@ -258,6 +259,7 @@ class RequestTracker:
         self._route = route
         self._prefill, self._decode = route.prefill, route.decode
         self._held = []
+        self._kv = None
         self._computing_whole = route.prefill is None
         wants_logprobs = self.params.logprobs is not None or self._prompt_scored < len(self.prompt)
         self._owed_by_prefill = route.prefill is not None and wants_logprobs
@@ -339,8 +341,10 @@ class RequestTracker:
                 problem = f"{worker_id} reported token {index} without log-probabilities"
                 effects += self._fail(worker_id, problem, now, done=False)
                 return effects
-            if expected == self._base and expected == 0:
-                self._first_token(now)
+            if expected == self._base:
+                self._first_of_attempt()
+            if expected == 0:
+                self.timeline.first_token = now
             elif expected == 1:
                 self.timeline.second_token = now
             self.timeline.last_token = now
@@ -418,13 +422,14 @@ class RequestTracker:
             return _NOTHING
         if self.state not in (RequestState.PREFILLING, RequestState.TRANSFERRING, RequestState.DECODING):
             return _NOTHING
-        self.timeline.kv = stats
+        self._kv = stats
         effects: list[Effect] = []
         if self._branches:
             return self._branched()
         if self.state is not RequestState.DECODING:
             self._committed(effects)
-        self.timeline.decode_worker = worker_id
+        if len(self.delivered) > self._base:
+            self.timeline.kv, self.timeline.decode_worker = stats, worker_id
         return effects
 
     def failed(self, worker_id: str, attempt: int, kind: FailureKind, message: str, now: float) -> Sequence[Effect]:
@@ -530,12 +535,14 @@ class RequestTracker:
         self._computing_whole = False
         return [PrefillComputed(self._decode, self.key)]
 
-    def _first_token(self, now: float) -> None:
+    def _first_of_attempt(self) -> None:
+        """The attempt gives a token: the timeline is of this one from now on."""
         assert self._route is not None
-        self.timeline.first_token = now
         self.timeline.mode = self._route.mode.value
         self.timeline.reason = self._route.reason
         self.timeline.prefill_worker = self._prefill or self._decode
+        self.timeline.decode_worker = self._decode if self.state is RequestState.DECODING else ""
+        self.timeline.kv = self._kv
 
     def _committed(self, effects: list[Effect]) -> None:
         """The decode worker has the KV: the prefill worker is done and frees its blocks itself."""

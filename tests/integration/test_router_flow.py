@@ -724,6 +724,9 @@ async def test_without_decode_workers_prefill_workers_run_requests_as_a_whole(mo
         assert answer.token_ids == expected([1], 9)
         timeline = answer.end.timeline
         assert (timeline.decode_worker, timeline.replays) == ("p0", 1)
+        assert (timeline.mode, timeline.reason) == ("local", "replay"), "as it is counted"
+        assert (timeline.prefill_worker, timeline.HasField("kv")) == ("p0", False)
+        assert cluster.dispatcher.counters.decisions["local", "replay"] == 1
         answer = await cluster.client.complete([1], Sampling(max_tokens=9))
         timeline = answer.end.timeline
         assert (timeline.mode, timeline.reason, timeline.decode_worker) == ("local", "decode_pool_empty", "p0")

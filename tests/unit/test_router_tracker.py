@@ -255,8 +255,9 @@ def test_replay_goes_on_from_the_delivered_tokens() -> None:
     effects = token(tracker, "d1", 3, 53, FinishReason.LENGTH)
     assert sink.tokens == [50, 51, 52, 53]
     assert tracker.timeline.replays == 1
-    assert tracker.timeline.mode == "disaggregated"
-    assert tracker.timeline.decode_worker == "d1"
+    timeline = tracker.timeline
+    assert (timeline.mode, timeline.reason, timeline.kv) == ("local", "replay", None)
+    assert (timeline.prefill_worker, timeline.decode_worker) == ("d1", "d1")
 
 
 def test_late_tokens_of_an_older_attempt_change_nothing() -> None:
