@@ -4,9 +4,9 @@ Usage: python examples/python/batch.py prompts.jsonl answers.jsonl [--address HO
 and the flags of generate.py. Exit status 2: a file or a flag is no good; 1: the cluster could not answer.
 
 A line of input is {"prompt": TEXT} or {"messages": [{"role": TEXT, "content": TEXT}, ...]}, with "id" and
-"max_tokens" if you like; anything else in it ends the run, and is named. A line of output has its "id", "text", "finish_reason",
-"prompt_tokens", "cached_tokens" and "completion_tokens"; or "id", "error" and "request_id" if that prompt was refused
-for what it is. While the cluster has no room, prompts wait and come again.
+"max_tokens" if you like; anything else in it ends the run, and is named. A line of output has its "id", "text",
+"finish_reason", "prompt_tokens", "cached_tokens" and "completion_tokens"; or "id", "error" and "request_id" if that
+prompt was refused for what it is. While the cluster has no room, prompts wait and come again.
 Whatever ends the run, the same command goes on where it was: answers that are there are kept.
 """
 
