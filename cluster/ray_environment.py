@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from cluster.config import ClusterConfig
 
@@ -13,10 +14,14 @@ def ray_address(config: ClusterConfig) -> str:
 
 
 def prepare_environment(config: ClusterConfig) -> None:
-    """Set what Ray reads from the environment and from nowhere else, for a Ray of our own; others set up theirs.
+    """Set what Ray reads from the environment and from nowhere else: how it prints in this process, and what becomes
+    of a Ray of our own; others set up theirs.
 
     An operator's own settings win.
     """
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # every worker's lines, and when they come
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")  # Ray's name for no colours at all
     if ray_address(config) != "local":
         return
     # A Ray for this process alone: nobody to tell about it, and nobody else to let in.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 import uvloop
@@ -24,6 +26,8 @@ from pdcore.addresses import grpc_address, http_address
 from pdcore.errors import ConfigError, PdserveError
 
 _DEFAULTS = ClusterConfig()
+_FOR_PROGRAMS = ("READY ", "drained ", "stopped")
+"""Lines that are looked for by how they begin: they have no time in front."""
 
 
 def _option(text: str, default: object) -> Any:
@@ -86,6 +90,8 @@ def serve(
     new requests are refused and running ones may finish for drain_timeout_s; a second signal ends it at once. Told
     before it is READY, it ends what it has started, in some seconds; a second signal then kills all of it at once.
 
+    What happens after READY is said with the time in front. What workers and Ray log goes to standard error.
+
     Exit codes: 0 drained, 1 failed or requests were cut off, 2 a bad flag or configuration, 130 interrupted.
 
     As a job on a running Ray cluster, set RAY_JOB_STOP_WAIT_TIME_S in the job's runtime environment to more than
@@ -127,8 +133,11 @@ def serve(
     from router.logs import set_levels  # no command needs a router, but those that run one
 
     set_levels(settings.router.log_level, prompts=settings.router.log_prompts)
+    terminal = _Terminal(sys.stdout)
     try:
-        code = uvloop.run(_serve(settings))
+        # Ray prints what workers say, and what it says of them, on standard output, where READY is looked for.
+        with contextlib.redirect_stdout(sys.stderr):
+            code = uvloop.run(_serve(settings, terminal))
     except ConfigError as error:
         raise fail(str(error), EXIT_USAGE) from error
     except PdserveError as error:
@@ -136,21 +145,22 @@ def serve(
     raise typer.Exit(code)
 
 
-async def _serve(settings: ClusterConfig) -> int:
+async def _serve(settings: ClusterConfig, terminal: _Terminal) -> int:
     prepare_environment(settings)
     from cluster.controller import ClusterController  # Ray comes with it, which --help does not need
 
     asked = Signals()
-    controller = ClusterController(settings, _say, on_ray=asked.listen)
+    controller = ClusterController(settings, terminal.say, on_ray=asked.listen)
     try:
-        started = await asked.unless(controller.start(), count=1, told=lambda: _end_start(asked))
+        started = await asked.unless(controller.start(), count=1, told=lambda: _end_start(asked, terminal))
         if not started:
-            _say("interrupted before the cluster was ready")
+            terminal.say("interrupted before the cluster was ready")
             return EXIT_INTERRUPTED
         count = len(controller.members().members)
         tls = settings.tls.public.to_config() is not None
         where = where_to_call(controller.addresses, controller.http_addresses, tls=tls)
-        _say(f"READY {where} model={controller.served_name} workers={count}")
+        terminal.say(f"READY {where} model={controller.served_name} workers={count}")
+        terminal.tells_time = True
         await asked.wait(1)
         drained: list[bool] = []
 
@@ -158,27 +168,27 @@ async def _serve(settings: ClusterConfig) -> int:
             drained.append(await controller.drain())
 
         if not await asked.unless(drain(), count=2):
-            _say("told again to end: not waiting for running requests")
+            terminal.say("told again to end: not waiting for running requests")
             return EXIT_INTERRUPTED
         return 0 if drained[0] else EXIT_FAILED
     finally:
-        asked.on_next(_leave)
+        asked.on_next(lambda: _leave(terminal))
         await controller.stop()
-        _say("stopped")
+        terminal.say("stopped")
 
 
-def _end_start(asked: Signals) -> None:
-    _say("ending what was started ... (a second Ctrl-C or SIGTERM kills it)")
-    asked.on_next(_leave)
+def _end_start(asked: Signals, terminal: _Terminal) -> None:
+    terminal.say("ending what was started ... (a second Ctrl-C or SIGTERM kills it)")
+    asked.on_next(lambda: _leave(terminal))
 
 
-def _leave() -> None:
+def _leave(terminal: _Terminal) -> None:
     """End this process and all that it has started, as by SIGKILL.
 
     On a Ray that was there before us actors go with whoever made them. The folder of a Ray of ours is removed by the
     next start.
     """
-    _say("told again to end: killed")
+    terminal.say("told again to end: killed")
     kill_descendants()
     os._exit(EXIT_INTERRUPTED)
 
@@ -192,5 +202,15 @@ def where_to_call(grpc_addresses: Sequence[str], http_addresses: Sequence[str], 
     return " ".join(f"{name}={','.join(found)}" for name, found in fields.items() if found)
 
 
-def _say(line: str) -> None:
-    write_or_give_up(sys.stdout, f"{line}\n")  # the cluster goes on where its reader has gone, as in `serve | head`
+class _Terminal:
+    """Where `pdserve serve` says what happens, in lines; with the time of day in front once `tells_time` is set."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.tells_time = False
+        self._out = out
+
+    def say(self, line: str) -> None:
+        if self.tells_time and not line.startswith(_FOR_PROGRAMS):
+            line = f"{time.strftime('%H:%M:%S')} {line}"
+        # The cluster goes on where its reader has gone, as in `serve | head`.
+        write_or_give_up(self._out, f"{line}\n")

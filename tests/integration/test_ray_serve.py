@@ -207,10 +207,23 @@ def test_cluster_serves_survives_a_death_and_drains(
     assert late.returncode in (1, 75)  # refused, or already gone
     assert json.loads(finish(running))["completion_tokens"] == 1200
     assert served.wait() == 0
-    assert served.output.rstrip().endswith("stopped")
+    assert served.said.rstrip().endswith("stopped")
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
     assert "andshake" not in served.output
+    # What is said after READY has its time, but for what programs look for; what others log is not among it.
+    starting, ready, news = re.split(r"(?m)^(READY grpc=.*\n)", served.said)
+    assert not re.search(r"(?m)^\d\d:", starting), served.said
+    assert ready
+    events = [line for line in news.splitlines() if not line.startswith(("drained (", "stopped"))]
+    assert all(re.match(r"\d\d:\d\d:\d\d \w", line) for line in events), news
+    assert re.search(r"(?m)^\d\d:\d\d:\d\d decode-0 has died", news)
+    assert re.search(r"(?m)^drained \(\d", news)
+    logged = served.output.replace("\r", "")
+    assert re.search(r"(?m)^\(DecodeActor pid=\d+\) ", logged), logged
+    assert "A worker died" in logged
+    assert "\x1b" not in logged
+    assert "[repeated" not in logged
     assert not [folder for folder in folders if folder.exists()]
 
 
@@ -255,7 +268,7 @@ def test_a_second_signal_during_the_start_kills_all_of_it(tmp_path: Path, signum
         for left in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 left.kill()
-    assert process.output.rstrip().endswith("told again to end: killed")
+    assert process.said.rstrip().endswith("told again to end: killed")
     assert "Traceback" not in process.output
 
 
@@ -304,6 +317,6 @@ def test_one_signal_during_the_start_ends_it_in_order(tmp_path: Path) -> None:
         assert process.wait() == 130
     finally:
         process.stop()
-    assert process.output.rstrip().endswith("stopped")
+    assert process.said.rstrip().endswith("stopped")
     assert "Traceback" not in process.output
     assert not [folder for folder in folders if folder.exists()]

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -20,12 +21,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 class ServeProcess:
     """One serve process in a process group of its own, with its output read as it comes.
 
+    Attributes:
+        said: its standard output. output: that and standard error, in about the order in which they came.
+
     Args:
         shorter: bounds of `cluster.controller`, by name: what they are instead, for a test that has to wait for them.
     """
 
     def __init__(self, *arguments: str, shorter: Mapping[str, float] | None = None) -> None:
-        self.output = ""
+        self.said = self.output = ""
         self.address = ""
         self._more = threading.Condition()
         program = ["-m", "cluster"]
@@ -36,19 +40,25 @@ class ServeProcess:
             [sys.executable, *program, "serve", *arguments],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
+        assert self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(self._process.stdout, True), daemon=True),
+            threading.Thread(target=self._read, args=(self._process.stderr, False), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, lines: IO[str], said: bool) -> None:
+        for line in lines:
             with self._more:
                 self.output += line
+                self.said += line if said else ""
                 self._more.notify_all()
         with self._more:
             self._more.notify_all()
@@ -62,7 +72,7 @@ class ServeProcess:
                 if match:
                     return match
                 left = deadline - time.monotonic()
-                ended = not self._reader.is_alive()
+                ended = not any(reader.is_alive() for reader in self._readers)
                 if left <= 0 or ended:
                     raise AssertionError(f"no {pattern!r} {'before the end' if ended else 'in time'}:\n{self.output}")
                 self._more.wait(min(left, 0.5))
@@ -90,7 +100,8 @@ class ServeProcess:
     def wait(self, timeout_s: float = 90.0) -> int:
         """Exit status."""
         status = self._process.wait(timeout_s)
-        self._reader.join(10.0)
+        for reader in self._readers:
+            reader.join(10.0)
         return status
 
     def stop(self) -> None:
