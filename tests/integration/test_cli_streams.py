@@ -154,7 +154,10 @@ def test_an_address_that_nobody_can_look_up() -> None:
 
 @pytest.mark.parametrize("gone", [">/dev/full", "| true"])
 def test_a_cluster_goes_on_where_nobody_can_be_told_of_its_state(gone: str) -> None:
-    code = "import sys; from cluster.cli.serve import _Terminal as T; t = T(sys.stdout); t.say('x' * 9999); t.say('y'); print('on', file=sys.stderr)"
+    code = (
+        "import sys; from cluster.cli.serve import _Terminal; terminal = _Terminal(sys.stdout); "
+        "terminal.say('x' * 9999); terminal.say('y'); print('on', file=sys.stderr)"
+    )
     done = subprocess.run(
         ["bash", "-c", f"set -o pipefail; \"$PYTHON\" -c \"$CODE\" {gone}"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
