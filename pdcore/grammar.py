@@ -211,6 +211,7 @@ def _invalid(output: StructuredOutput, problem: str) -> InvalidRequest:
 
 
 def _words(problem: str) -> str:
-    """The library's words in one line of bounded length."""
-    words = " ".join(problem.replace("<non-verbose/>", "").split())
+    """The library's words, bounded in length. They keep their lines: some point at a place in the one above."""
+    lines = problem.replace("<non-verbose/>", "").splitlines()
+    words = "\n".join(line.rstrip() for line in lines if line.strip())
     return words if len(words) <= _MAX_PROBLEM_CHARS else f"{words[:_MAX_PROBLEM_CHARS]}..."

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 from rich.console import Console
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from cluster.cli.app import app
@@ -491,7 +492,9 @@ def test_an_error_names_flags(cluster: ScriptedCluster) -> None:
 
 
 def test_every_flag_of_a_field_is_one_of_the_command() -> None:
-    known = {flag for option in get_command(app).commands["generate"].params for flag in option.opts}
+    command = get_command(app)
+    assert isinstance(command, TyperGroup)
+    known = {flag for option in command.commands["generate"].params for flag in option.opts}
     assert set(_FLAGS.values()) <= known
 
 

@@ -259,6 +259,14 @@ def test_bad_ones_are_refused_and_the_field_is_named(name: str) -> None:
     assert len(caught.value.problem) < 500
 
 
+def test_what_points_at_a_place_keeps_its_lines() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        GUARDS.check(regex("(a"))
+    lines = caught.value.problem.splitlines()
+    pointed = next(number for number, line in enumerate(lines) if line.strip() == "^")
+    assert lines[pointed - 1][lines[pointed].index("^")] == "(", lines
+
+
 def test_compiled_grammars_are_kept_and_bounded() -> None:
     compiler = compiler_of(bpe_tokenizer())
     compiler.matcher(regex("first"))
