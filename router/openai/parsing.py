@@ -6,6 +6,7 @@ protocols.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -19,6 +20,7 @@ from router.openai.errors import BODY
 MAX_NAME_CHARS = 64
 MAX_TOLD = 8
 UNKNOWN = "unknown_field"
+_SHOULD = re.compile(r"^(Input|Value|List|String|Dictionary) should ")
 
 
 class Message(BaseModel):
@@ -76,7 +78,7 @@ def _violation(detail: ErrorDetails) -> tuple[str, str]:
     if detail["type"] == UNKNOWN:
         name = detail["ctx"]["field"]
         path += name if isinstance(name, list) else [name]
-    return _dotted(path), _sentence(detail["msg"])
+    return _dotted(path), _sentence(detail)
 
 
 def _dotted(path: list[Any]) -> str:
@@ -90,11 +92,11 @@ def _dotted(path: list[Any]) -> str:
     return text or BODY
 
 
-def _sentence(message: str) -> str:
+def _sentence(detail: ErrorDetails) -> str:
     """Pydantic's words as the rest of a sentence that the field's name begins."""
-    if message == "Field required":
+    kind, message = detail["type"], detail["msg"]
+    if kind == "missing":
         return "must be set"
-    for begin in ("Input should be ", "Value should be "):
-        if message.startswith(begin):
-            return "must be " + message.removeprefix(begin)
-    return message
+    if kind == "literal_error":
+        message = message.replace("True", "true").replace("False", "false")
+    return _SHOULD.sub("must ", message.replace(" after validation", ""))

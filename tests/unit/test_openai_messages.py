@@ -398,3 +398,18 @@ def test_no_reasoning_is_told_to_the_template() -> None:
         plans = plan_chat(asked, HEADERS, "m"), plan_response(response, HEADERS, "m", readable=True)
         assert [json.loads(plan.requests[0].chat.template_arguments) for plan in plans] == [expected, expected]
     assert plan_chat(chat(), HEADERS, "m").requests[0].chat.template_arguments == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "told"),
+    [
+        (ResponseRequest, {"input": "x", "store": True}, "store: must be false"),
+        (ChatRequest, {"messages": []}, "messages: must have at least 1 item, not 0"),
+        (ChatRequest, {}, "messages: must be set"),
+        (CompletionRequest, {"prompt": "x", "n": "2"}, "n: must be a valid integer"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words_of_json(kind: type, body: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse(kind, json.dumps(body).encode())
+    assert str(error.value) == told
