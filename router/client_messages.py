@@ -115,6 +115,8 @@ def build_request(
         if priority not in _PRIORITIES:
             raise ValueError(f"priority: {priority!r} is not allowed; allowed: {', '.join(_PRIORITIES)}")
         message.priority = _PRIORITIES[priority]
+    if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence | generation_pb2.Chat):
+        raise ValueError(f"prompt: must be a text, token ids or messages, got {type(prompt).__name__}")
     if isinstance(prompt, str):
         message.prompt = prompt
     elif isinstance(prompt, generation_pb2.Chat) or (prompt and isinstance(prompt[0], Mapping)):
