@@ -27,6 +27,8 @@ class Turns:
         a line that ends with \    goes on in the next one
         """a line                  begins a turn that goes on
         until this line"""         up to the one that ends like this, or the end of the input
+
+    A line with line breaks in it, which was pasted, is a turn as it is, unless it is such a block.
     '''
 
     def __init__(self, read_line: ReadLine) -> None:
@@ -40,7 +42,11 @@ class Turns:
         line = self._read_line(PROMPT)
         if line is None:
             return None
-        if line.lstrip().startswith(BLOCK):
+        bare = line.strip()
+        if "\n" in line and not (bare.startswith(BLOCK) and bare.endswith(BLOCK)):
+            # It was pasted: quotes, backslashes and slashes are its own. One more slash says that it is no command.
+            return f"/{line}" if line.startswith("/") else line
+        if bare.startswith(BLOCK):
             return self._block(line.lstrip().removeprefix(BLOCK))
         lines = []
         while line is not None and line.endswith("\\"):

@@ -11,14 +11,15 @@ from contextlib import contextmanager
 from types import FrameType
 
 _LOCAL_FLAGS = 3  # of the list that termios has for a terminal
+_LEAVING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP)
 
 
 @contextmanager
 def unechoed() -> Iterator[None]:
     """What is typed within this block is not shown, and forgotten when it ends; Ctrl-C still interrupts.
 
-    Standard input must be a terminal. It is left as it was, also by SIGTERM, which then ends the program as usual. To
-    be entered on the main thread.
+    Standard input must be a terminal. It is left as it was, also by signals that end or stop the program, which they
+    then do as usual; after Ctrl-Z the rest of the block shows what is typed. To be entered on the main thread.
     """
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
@@ -29,18 +30,20 @@ def unechoed() -> Iterator[None]:
         termios.tcsetattr(terminal, termios.TCSANOW, before)
         termios.tcflush(terminal, termios.TCIFLUSH)
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
         restore()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+        signal.signal(number, leave)  # it was Ctrl-Z, and the program goes on
 
-    handled = signal.getsignal(signal.SIGTERM)
-    if handled is signal.SIG_DFL:  # who has another one, or ignores it, is asked for no more than before
-        signal.signal(signal.SIGTERM, end)
+    # Who has another handler, or ignores a signal, is asked for no more than before.
+    ours = [number for number in _LEAVING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, leave)
     try:
         termios.tcsetattr(terminal, termios.TCSANOW, silent)
         yield
     finally:
         restore()
-        if handled is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, handled)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

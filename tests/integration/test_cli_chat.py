@@ -56,6 +56,11 @@ def messages(request: generation_pb2.GenerateRequest) -> list[tuple[str, str]]:
         (['"""a', "b"], ["a\nb"]),
         (['a"""b'], ['a"""b']),
         (['"""', '"""'], [""]),
+        # What has line breaks was pasted.
+        (['"""A docstring."""\n\nimport os', "b"], ['"""A docstring."""\n\nimport os', "b"]),
+        (["cc \\\n  -o a \\", "b"], ["cc \\\n  -o a \\", "b"]),
+        (["/etc/hosts:\n127.0.0.1", "// c\nint x;"], ["//etc/hosts:\n127.0.0.1", "/// c\nint x;"]),
+        (['"""\na\n"""', "b"], ["a", "b"]),
     ],
 )
 def test_lines_become_turns(lines: list[str], turns: list[str]) -> None:
@@ -181,7 +186,7 @@ class Terminal:
         self._read = 0
         self.process = subprocess.Popen(
             # Tests may run in the background of a shell, where SIGINT is ignored, and children inherit that.
-            ["env", "--default-signal=INT", sys.executable, "-m", "cluster", *arguments],
+            ["env", "--default-signal=INT,HUP", sys.executable, "-m", "cluster", *arguments],
             stdin=theirs, stdout=theirs if stdout is None else stdout, stderr=theirs, cwd=REPOSITORY,
             start_new_session=True, env={**os.environ, "TERM": kind},
         )  # fmt: skip
@@ -393,15 +398,33 @@ def test_what_is_typed_while_an_answer_comes_is_forgotten(cluster: ScriptedClust
     assert terminal.echoes()
 
 
-def test_the_terminal_is_as_before_when_a_chat_is_ended(cluster: ScriptedCluster, terminal: Terminal) -> None:
+@pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGHUP])
+def test_the_terminal_is_as_before_when_a_chat_is_ended(
+    cluster: ScriptedCluster, terminal: Terminal, ended_by: signal.Signals
+) -> None:
     cluster.endless, cluster.answers["on"] = "on", [Event(text="and on")]
     terminal.wait_for("> ")
     terminal.type("on\n")
     terminal.wait_for("and on")
     assert not terminal.echoes()
-    terminal.process.terminate()
-    assert terminal.process.wait(20) == -signal.SIGTERM
+    terminal.process.send_signal(ended_by)
+    assert terminal.process.wait(20) == -ended_by
     assert terminal.echoes()
+
+
+def test_the_terminal_is_as_before_while_a_chat_is_stopped(cluster: ScriptedCluster, terminal: Terminal) -> None:
+    cluster.endless, cluster.answers["on"] = "on", [Event(text="and on")]
+    terminal.wait_for("> ")
+    terminal.type("on\n")
+    terminal.wait_for("and on")
+    assert not terminal.echoes()
+    terminal.process.send_signal(signal.SIGTSTP)  # stops nothing here, where no shell could let it go on
+    deadline = time.monotonic() + 20
+    while not terminal.echoes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert terminal.echoes()
+    terminal.process.send_signal(signal.SIGCONT)
+    terminal.interrupt("stopped")
 
 
 @pytest.mark.skipif("GNU" not in (readline.__doc__ or ""), reason="only the GNU readline takes what is pasted as one")
