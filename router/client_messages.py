@@ -115,14 +115,17 @@ def build_request(
         if priority not in _PRIORITIES:
             raise ValueError(f"priority: {priority!r} is not allowed; allowed: {', '.join(_PRIORITIES)}")
         message.priority = _PRIORITIES[priority]
-    if isinstance(prompt, bytes) or not isinstance(prompt, str | Sequence | generation_pb2.Chat):
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, str | Sequence | generation_pb2.Chat):
         raise ValueError(f"prompt: must be a text, token ids or messages, got {type(prompt).__name__}")
     if isinstance(prompt, str):
         message.prompt = prompt
     elif isinstance(prompt, generation_pb2.Chat) or (prompt and isinstance(prompt[0], Mapping)):
         message.chat.CopyFrom(_chat_message(prompt))
     else:
-        message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # the branch above has taken the messages
+        try:
+            message.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # the branch above has taken the messages
+        except TypeError as error:
+            raise ValueError(f"prompt: must be a text, token ids or messages: {error}") from None
         message.token_ids.SetInParent()
     return message
 
@@ -172,14 +175,20 @@ def _structured_message(sampling: Sampling) -> worker_pb2.StructuredOutput | Non
 def _chat_message(messages: Any) -> generation_pb2.Chat:
     if isinstance(messages, generation_pb2.Chat):
         return messages
+    if not isinstance(messages, Sequence) or not all(isinstance(entry, Mapping) for entry in messages):
+        raise ValueError("messages: must be a list of mappings, each with a role and a content")
     for entry in messages:
         unknown = entry.keys() - _MESSAGE_FIELDS
         if unknown:
             raise ValueError(f"a message has {', '.join(sorted(_MESSAGE_FIELDS))}, got {', '.join(sorted(unknown))}")
-    return generation_pb2.Chat(messages=[generation_pb2.ChatMessage(**entry) for entry in messages])
+    try:
+        return generation_pb2.Chat(messages=[generation_pb2.ChatMessage(**entry) for entry in messages])
+    except TypeError as error:
+        raise ValueError(f"a message has values of another type than its fields: {error}") from None
 
 
 def tokenize_request(prompt: str | Messages | generation_pb2.Chat, model: str) -> generation_pb2.TokenizeRequest:
+    """Raises ValueError for what is neither a text nor messages."""
     if isinstance(prompt, str):
         return generation_pb2.TokenizeRequest(model=model, prompt=prompt)
     return generation_pb2.TokenizeRequest(model=model, chat=_chat_message(prompt))
