@@ -6,7 +6,8 @@
 //
 //   node generate.mjs --address HOST:PORT --tls-ca ca.crt [--tls-cert tls.crt --tls-key tls.key]
 //
-// Of several routers' addresses (A,B) the first is called: @grpc/grpc-js resolves one name. Ctrl-C ends the request. A cluster with API keys takes one from PDSERVE_API_KEY.
+// Of several routers' addresses (A,B) the first is called: @grpc/grpc-js resolves one name.
+// Ctrl-C ends the request. A cluster with API keys takes one from PDSERVE_API_KEY.
 
 import { readFileSync } from 'node:fs';
 import { isIP } from 'node:net';
