@@ -15,4 +15,5 @@ def set_levels(level: str, *, prompts: bool) -> None:
         level, prompts: `RouterConfig.log_level` and `RouterConfig.log_prompts`.
     """
     logging.getLogger("router").setLevel(level.upper())
-    logging.getLogger(PROMPTS).setLevel(logging.INFO if prompts else logging.CRITICAL)
+    if prompts:
+        logging.getLogger(PROMPTS).setLevel(logging.INFO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from router.logs import PROMPTS
 from worker.openmp import share_cores
 
 # Before torch is imported: the reference computes beside worker processes on the same cores.
@@ -20,6 +22,16 @@ hypothesis.settings.load_profile("unhurried")
 
 # No test may reach for a hub, whatever the machine allows.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def levels_of_logs() -> Iterator[None]:
+    """Commands that a test runs in this process set them; the next test finds them as they were."""
+    loggers = [logging.getLogger(name) for name in ("", "router", PROMPTS)]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ def test_on_the_command_line(cluster: LocalCluster, monkeypatch: pytest.MonkeyPa
     assert " leaves " in " ".join(err.split())
     code, out, err = pdserve(*base, "--kv-codec", "gzip")
     assert (code, out) == (2, "")
-    assert "kv_codec: must be one of auto, raw" in err
+    assert "--kv-codec: must be one of auto, raw" in err
 
 
 def test_status_shows_native_code_and_transports(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
